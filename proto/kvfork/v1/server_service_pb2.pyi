@@ -1,0 +1,180 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from kvfork.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("instance", "boot_id", "version", "features", "limits", "uptime", "draining")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    boot_id: str
+    version: str
+    features: _containers.RepeatedScalarFieldContainer[str]
+    limits: Limits
+    uptime: _duration_pb2.Duration
+    draining: bool
+    def __init__(self, instance: _Optional[str] = ..., boot_id: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_request_bytes", "max_image_bytes", "max_images", "max_fork_branches", "max_queue", "max_batch", "max_snapshots", "max_pinned", "max_ttl")
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_FORK_BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PINNED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TTL_FIELD_NUMBER: _ClassVar[int]
+    max_request_bytes: int
+    max_image_bytes: int
+    max_images: int
+    max_fork_branches: int
+    max_queue: int
+    max_batch: int
+    max_snapshots: int
+    max_pinned: int
+    max_ttl: _duration_pb2.Duration
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_images: _Optional[int] = ..., max_fork_branches: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_snapshots: _Optional[int] = ..., max_pinned: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models", "next_page_token")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    next_page_token: str
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "fingerprint", "state", "context_tokens", "vocab_size", "eos_token_ids", "vision", "trimmable", "bytes_per_token", "default_sampling")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Model.State]
+        STATE_LOADING: _ClassVar[Model.State]
+        STATE_READY: _ClassVar[Model.State]
+        STATE_FAILED: _ClassVar[Model.State]
+    STATE_UNSPECIFIED: Model.State
+    STATE_LOADING: Model.State
+    STATE_READY: Model.State
+    STATE_FAILED: Model.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    VISION_FIELD_NUMBER: _ClassVar[int]
+    TRIMMABLE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    state: Model.State
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    vision: bool
+    trimmable: bool
+    bytes_per_token: int
+    default_sampling: _types_pb2.Sampling
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., state: _Optional[_Union[Model.State, str]] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vision: _Optional[bool] = ..., trimmable: _Optional[bool] = ..., bytes_per_token: _Optional[int] = ..., default_sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ...) -> None: ...
+
+class GetCacheStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetCacheStatsResponse(_message.Message):
+    __slots__ = ("stats",)
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    stats: CacheStats
+    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ...) -> None: ...
+
+class CacheStats(_message.Message):
+    __slots__ = ("checkpoint_interval", "active_sequences", "queued_calls", "memory_snapshots", "disk_snapshots", "token_snapshots", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "prompt_tokens", "cached_tokens", "recomputed_tokens", "checkpoints_written", "checkpoints_read", "checkpoints_corrupt", "evictions")
+    CHECKPOINT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    DISK_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_READ_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_interval: int
+    active_sequences: int
+    queued_calls: int
+    memory_snapshots: int
+    disk_snapshots: int
+    token_snapshots: int
+    memory_bytes: int
+    memory_limit_bytes: int
+    disk_bytes: int
+    disk_limit_bytes: int
+    prompt_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    checkpoints_written: int
+    checkpoints_read: int
+    checkpoints_corrupt: int
+    evictions: int
+    def __init__(self, checkpoint_interval: _Optional[int] = ..., active_sequences: _Optional[int] = ..., queued_calls: _Optional[int] = ..., memory_snapshots: _Optional[int] = ..., disk_snapshots: _Optional[int] = ..., token_snapshots: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_limit_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., checkpoints_written: _Optional[int] = ..., checkpoints_read: _Optional[int] = ..., checkpoints_corrupt: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+
+class TrimCacheRequest(_message.Message):
+    __slots__ = ("memory_bytes", "disk_bytes")
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    memory_bytes: int
+    disk_bytes: int
+    def __init__(self, memory_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ...) -> None: ...
+
+class TrimCacheResponse(_message.Message):
+    __slots__ = ("stats",)
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    stats: CacheStats
+    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ...) -> None: ...
