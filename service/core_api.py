@@ -1,0 +1,96 @@
+"""The seam between gRPC and the rest: what `service.rpc` needs from `service.core`. Owns no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from service.events import (
+    Counted,
+    Created,
+    Event,
+    Forked,
+    ModelView,
+    RolledBack,
+    ServerView,
+    SnapshotView,
+    StatsView,
+)
+from service.request import (
+    CountTokensCall,
+    CreateSnapshotCall,
+    ForkCall,
+    GenerateCall,
+    RollbackCall,
+    SnapshotChange,
+)
+
+
+class Inference(Protocol):
+    """Everything a servicer may ask for. Runs on the asyncio loop; raises `service.errors.CallError` only.
+
+    `owner` is who calls; every name is looked up within it. Cancelling the awaiting task (client gone, deadline)
+    frees the work within one scheduler step.
+    """
+
+    def generate(self, call: GenerateCall, owner: str) -> AsyncIterator[Event]:
+        """Started, then Progress, Marked and Delta, then Finished. Closing the iterator cancels the generation."""
+        ...
+
+    async def stop_generation(self, generation: str, owner: str) -> bool:
+        """Ends a running generation cleanly; False if it was unknown or had ended."""
+        ...
+
+    async def create_snapshot(self, call: CreateSnapshotCall, owner: str) -> Created: ...
+
+    async def fork(self, call: ForkCall, owner: str) -> Forked: ...
+
+    async def rollback(self, call: RollbackCall, owner: str) -> RolledBack: ...
+
+    async def count_tokens(self, call: CountTokensCall, owner: str) -> Counted: ...
+
+    def get_snapshot(self, name: str, owner: str) -> SnapshotView: ...
+
+    def snapshot_tokens(self, name: str, owner: str) -> Sequence[int]: ...
+
+    def list_snapshots(
+        self, owner: str, *, after: tuple[float, str] | None, limit: int, labels: dict[str, str], parent: str
+    ) -> list[SnapshotView]:
+        """Up to `limit` snapshots oldest first, those strictly after (create_time, name)."""
+        ...
+
+    def update_snapshot(self, change: SnapshotChange, owner: str) -> SnapshotView: ...
+
+    def extend_snapshots(
+        self, names: Sequence[str], ttl: float | None, owner: str
+    ) -> tuple[list[SnapshotView], list[str]]:
+        """(extended, missing)."""
+        ...
+
+    async def delete_snapshot(
+        self, name: str, owner: str, *, descendants: bool, stop_active: bool, allow_missing: bool
+    ) -> list[str]:
+        """Names dropped."""
+        ...
+
+    def server(self) -> ServerView: ...
+
+    def models(self) -> list[ModelView]: ...
+
+    def model(self, name: str) -> ModelView:
+        """`name` "" means the only one; raises ModelNotFound."""
+        ...
+
+    def stats(self) -> StatsView: ...
+
+    def engine_alive(self) -> bool:
+        """True while the model thread makes progress (or idles); what health is made of."""
+        ...
+
+    def start_draining(self) -> None:
+        """New inference calls are refused with Draining from now on."""
+        ...
+
+    async def finish_running(self, timeout: float) -> None:
+        """Stops running generations through the StopGeneration path and waits until they have delivered, or time is up."""
+        ...

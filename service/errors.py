@@ -1,0 +1,201 @@
+"""Everything that can be wrong with a call, by name. Owns reasons and their facts; `service.rpc.status` gives them codes.
+
+    CallError
+    ├── InvalidField          one or more fields are wrong            (also IMAGE_UNSUPPORTED, CONTEXT_OVERFLOW …)
+    ├── Unsupported           part of the contract that comes later
+    ├── ModelNotFound / ModelLoading / ModelMismatch / ModelChanged
+    ├── EngineDown / Draining / QueueFull
+    ├── SnapshotNotFound      unknown, foreign, or gone (with the tombstone's reason)
+    ├── SnapshotIdTaken / SnapshotInUse / SnapshotQuota / StoreFull
+    ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
+    ├── TurnOpen / TemplateNotAppendable / TemplateMissing
+    ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
+    └── Internal              ours: fixed text, incident id
+
+Every error carries facts as strings (`metadata`, camelCase keys) that repeat what the text says, so that no client
+needs to parse text. `hint` says what to do about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One wrong field: its path in the request and what is wrong with it."""
+
+    field: str
+    text: str
+
+
+class CallError(Exception):
+    """A call that cannot be served; `reason` is the stable name."""
+
+    reason = "INTERNAL"
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        hint: str = "",
+        metadata: dict[str, str] | None = None,
+        fields: tuple[FieldViolation, ...] = (),
+        resource: tuple[str, str] | None = None,  # (type, name)
+        retry_after: float | None = None,  # seconds
+        reason: str | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.text = text
+        self.hint = hint
+        self.metadata = metadata or {}
+        self.fields = fields
+        self.resource = resource
+        self.retry_after = retry_after
+        if reason is not None:
+            self.reason = reason
+
+
+class InvalidField(CallError):
+    """One or more fields of the request are wrong."""
+
+    reason = "INVALID_FIELD"
+
+    @classmethod
+    def at(
+        cls, field: str, text: str, *, reason: str | None = None, metadata: dict[str, str] | None = None
+    ) -> InvalidField:
+        """The common case: one field."""
+        return cls(f"{field}: {text}", fields=(FieldViolation(field, text),), reason=reason, metadata=metadata)
+
+
+class Unsupported(CallError):
+    """A part of the contract that this version does not serve yet (UNIMPLEMENTED)."""
+
+    reason = "UNSUPPORTED"
+
+
+class ModelNotFound(CallError):
+    reason = "MODEL_NOT_FOUND"
+
+
+class ModelLoading(CallError):
+    reason = "MODEL_LOADING"
+
+
+class ModelMismatch(CallError):
+    reason = "MODEL_MISMATCH"
+
+
+class ModelChanged(CallError):
+    reason = "MODEL_CHANGED"
+
+
+class EngineDown(CallError):
+    """The model thread is dead or stuck: UNAVAILABLE for new calls."""
+
+    reason = "ENGINE_DOWN"
+
+
+class EngineFailed(CallError):
+    """The model thread died under a running call: INTERNAL."""
+
+    reason = "ENGINE_DOWN"
+
+
+class Draining(CallError):
+    reason = "SERVER_DRAINING"
+
+
+class QueueFull(CallError):
+    reason = "QUEUE_FULL"
+
+
+class SnapshotNotFound(CallError):
+    """Unknown or foreign (SNAPSHOT_NOT_FOUND), or gone: SNAPSHOT_EXPIRED, _DELETED, _ROLLED_BACK, _EVICTED, _NOT_DURABLE."""
+
+    reason = "SNAPSHOT_NOT_FOUND"
+
+
+class SnapshotIdTaken(CallError):
+    reason = "SNAPSHOT_ID_TAKEN"
+
+
+class SnapshotInUse(CallError):
+    reason = "SNAPSHOT_IN_USE"
+
+
+class SnapshotQuota(CallError):
+    """Too many snapshots (SNAPSHOT_QUOTA) or pins (PIN_QUOTA) of one owner."""
+
+    reason = "SNAPSHOT_QUOTA"
+
+
+class StoreFull(CallError):
+    reason = "STORE_FULL"
+
+
+class ForkMemory(CallError):
+    reason = "FORK_MEMORY"
+
+
+class RecomputeLimit(CallError):
+    reason = "RECOMPUTE_LIMIT"
+
+
+class RollbackBeyondEnd(CallError):
+    reason = "ROLLBACK_BEYOND_END"
+
+
+class NotAnAncestor(CallError):
+    reason = "NOT_AN_ANCESTOR"
+
+
+class WrongInstance(CallError):
+    reason = "WRONG_INSTANCE"
+
+
+class TurnOpen(CallError):
+    reason = "TURN_OPEN"
+
+
+class TemplateNotAppendable(CallError):
+    reason = "TEMPLATE_NOT_APPENDABLE"
+
+
+class TemplateMissing(CallError):
+    """The model has no chat template: only raw input works."""
+
+    reason = "TEMPLATE_MISSING"
+
+
+class RequestInProgress(CallError):
+    reason = "REQUEST_IN_PROGRESS"
+
+
+class RequestIdReused(CallError):
+    reason = "REQUEST_ID_REUSED"
+
+
+class PageTokenInvalid(CallError):
+    reason = "PAGE_TOKEN_INVALID"
+
+
+class ImmutableField(CallError):
+    reason = "IMMUTABLE_FIELD"
+
+
+class SlowReader(CallError):
+    reason = "SLOW_READER"
+
+
+class Internal(CallError):
+    """Our fault. The text is fixed; the incident id leads to the log."""
+
+    reason = "INTERNAL"
+
+
+class RowFailed(CallError):
+    """One sequence failed by itself (NaN logits, a raising processor): INTERNAL, the others go on."""
+
+    reason = "ROW_FAILED"

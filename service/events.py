@@ -1,0 +1,246 @@
+"""What a call can say back. Owns the values that streams and replies are made of; knows nothing of protobuf."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvcache.receipt import Usage
+
+
+class Residency(enum.Enum):
+    """Where a snapshot's state lives."""
+
+    MEMORY = 1
+    DISK = 2
+    TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotView:
+    """A snapshot as its owner sees it at one moment. Times are Unix seconds, sizes bytes."""
+
+    name: str  # "snapshots/{id}"
+    parent: str  # "" for a root
+    model: str  # "models/{id}"
+    model_fingerprint: str
+    token_count: int
+    checkpointed_tokens: int
+    prefix_hash: bytes
+    residency: Residency
+    durable: bool
+    expire_time: float | None  # None while pinned
+    pinned: bool
+    labels: tuple[tuple[str, str], ...]
+    create_time: float
+    last_use_time: float
+    exclusive_bytes: int
+    instance: str
+    active_uses: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Admitted: the first event."""
+
+    generation: str  # "generations/{id}"
+    instance: str
+    prompt_tokens: int
+    seed: int
+    queue_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Prefill so far."""
+
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """An alternative token."""
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural log, after penalties and bias, before temperature) of one token."""
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New output. `text` is always valid UTF-8 and may lag `token_count`."""
+
+    text: str
+    first_position: int
+    token_count: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked:
+    """A mark was passed; `snapshot` is None when it could not be kept."""
+
+    mark: int
+    snapshot: SnapshotView | None
+    save_error_reason: str = ""
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended well."""
+
+    EOS = 1
+    STOP = 2
+    MAX_TOKENS = 3
+    CONTEXT_FULL = 4
+    TIME_LIMIT = 5
+    STOPPED = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds by phase."""
+
+    queue: float = 0.0
+    load: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Ended well: the last event."""
+
+    reason: FinishReason
+    usage: Usage
+    timing: Timing
+    stop: str | None = None
+    stop_token_id: int | None = None
+    snapshot: SnapshotView | None = None
+    save_error_reason: str = ""
+
+
+Event = Started | Progress | Delta | Marked | Finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Created:
+    """Result of CreateSnapshot."""
+
+    snapshot: SnapshotView
+    usage: Usage
+    marked: tuple[SnapshotView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """Result of Fork; children in the order of the branches."""
+
+    snapshots: tuple[SnapshotView, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack:
+    """Result of Rollback."""
+
+    snapshot: SnapshotView
+    released: tuple[str, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Result of CountTokens."""
+
+    total_tokens: int
+    cached_tokens: int
+    remaining_tokens: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+
+
+class ModelState(enum.Enum):
+    """Whether a model can be used."""
+
+    LOADING = 1
+    READY = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """A model. Everything below `state` is zero or empty until it is READY."""
+
+    name: str  # "models/{id}"
+    state: ModelState
+    fingerprint: str = ""
+    context_tokens: int = 0
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    trimmable: bool = False
+    bytes_per_token: int = 0
+    default_temperature: float = 0.0
+    default_top_p: float = 1.0
+    default_top_k: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsView:
+    """What is refused."""
+
+    max_request_bytes: int
+    max_fork_branches: int
+    max_queue: int
+    max_batch: int
+    max_snapshots: int
+    max_pinned: int
+    max_ttl: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerView:
+    """The process."""
+
+    instance: str
+    boot_id: str
+    version: str
+    features: tuple[str, ...]
+    limits: LimitsView
+    uptime: float
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsView:
+    """Scheduler, memory and store in numbers."""
+
+    checkpoint_interval: int
+    active_sequences: int
+    queued_calls: int
+    memory_snapshots: int
+    disk_snapshots: int
+    token_snapshots: int
+    memory_bytes: int
+    memory_limit_bytes: int
+    disk_bytes: int
+    disk_limit_bytes: int
+    prompt_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    checkpoints_written: int
+    checkpoints_read: int
+    checkpoints_corrupt: int
+    evictions: int
