@@ -1,0 +1,137 @@
+"""The CPU facts. Owns how MLX is made fast and reproducible on a Linux CPU; does not own models, caches or steps.
+
+MLX's CPU build links the reference BLAS (about 2 GFLOP/s). Loading MKL into the process before the first
+`import mlx.core` puts its float32 product in front (about a hundred times faster); bfloat16, float16 and quantised
+products stay slow, so weights are loaded as float32 there. `docs/models.md` has the figures behind each choice.
+
+Import MLX through `mlx()`, or call `prepare()` before the first `import mlx.core`. Importing this module imports no MLX.
+"""
+
+import ctypes
+import ctypes.util
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+# Strict mode makes a product's bits independent of how its inputs are aligned and of the number of threads, which
+# a restore from disk needs. AUTO keeps the widest instructions that this CPU has. Figures: docs/models.md.
+DEFAULT_CBWR = "AUTO,STRICT"
+
+_lock = threading.Lock()
+_report: "CpuReport | None" = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CpuReport:
+    """What was found and done for this process."""
+
+    accelerator: str
+    """`metal`, `cuda` or `cpu`."""
+    blas: Path | None
+    """The MKL library in front of MLX's own BLAS; None: MLX's own (slow on Linux CPU, Accelerate on macOS)."""
+    cbwr: str | None
+    """MKL's reproducibility mode in force (`MKL_CBWR`); None without MKL."""
+    compiler: Path | None
+    """The g++ that `mx.compile` calls on a Linux CPU; None: not there, or not needed on this platform."""
+    compile_enabled: bool
+    """False when `mx.compile` had to be switched off."""
+    compute_dtype: str | None
+    """The dtype to load weights as: `float32` on a CPU; None: as stored."""
+    mlx_was_imported: bool
+    """True when MLX was imported before `prepare()`, too late for MKL: products are slow."""
+
+
+def prepare() -> CpuReport:
+    """Get the process ready for `import mlx.core`; does its work once, then returns the same report.
+
+    Loads MKL where it is installed and sets `MKL_CBWR` unless the user has set it. On macOS it only reports.
+    """
+    global _report  # the facts are the process's, like the loaded library itself
+    with _lock:
+        if _report is None:
+            _report = _prepare()
+        return _report
+
+
+def mlx() -> ModuleType:
+    """Return `mlx.core`, imported with all of this module's preparations done."""
+    global _report
+    report = prepare()
+    import mlx.core as mx
+
+    with _lock:
+        if not report.compile_enabled:
+            mx.disable_compile()
+        if report.accelerator != "metal" and mx.default_device() == mx.cpu:
+            # A CUDA build without a GPU computes on the CPU after all.
+            _report = dataclasses.replace(report, accelerator="cpu", compute_dtype="float32")
+    return mx
+
+
+def find_mkl() -> Path | None:
+    """Path of MKL's single dynamic library, or None. The pip package puts it under `sys.prefix/lib`."""
+    try:
+        entries = importlib.metadata.files("mkl") or []
+    except importlib.metadata.PackageNotFoundError:
+        entries = []
+    listed = [Path(str(entry.locate())) for entry in entries if entry.name.startswith("libmkl_rt.so")]
+    for path in [*listed, *sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))]:
+        if path.is_file():
+            return path.resolve()
+    name = ctypes.util.find_library("mkl_rt")
+    return Path(name) if name else None
+
+
+def _prepare() -> CpuReport:
+    too_late = "mlx.core" in sys.modules
+    if sys.platform == "darwin":
+        on_gpu = platform.machine() == "arm64"
+        return CpuReport(
+            accelerator="metal" if on_gpu else "cpu",
+            blas=None,
+            cbwr=None,
+            compiler=None,
+            compile_enabled=True,
+            compute_dtype=None if on_gpu else "float32",
+            mlx_was_imported=too_late,
+        )
+    on_gpu = any(name.startswith("mlx-cuda") for name in _mlx_backends())
+    blas = None if too_late else _load_mkl()
+    # MLX's CPU JIT runs exactly `g++`; a clang++ alone does not help it.
+    compiler = shutil.which("g++")
+    return CpuReport(
+        accelerator="cuda" if on_gpu else "cpu",
+        blas=blas,
+        cbwr=os.environ.get("MKL_CBWR") if blas else None,
+        compiler=Path(compiler) if compiler else None,
+        compile_enabled=on_gpu or compiler is not None,
+        compute_dtype=None if on_gpu else "float32",
+        mlx_was_imported=too_late,
+    )
+
+
+def _load_mkl() -> Path | None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    path = find_mkl()
+    if path is None:
+        return None
+    # MKL reads its mode once, at its first call.
+    os.environ.setdefault("MKL_CBWR", DEFAULT_CBWR)
+    try:
+        # Global, so that the BLAS symbols which MLX resolves later are found here first.
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return None  # a broken install computes slowly, as one without MKL; `kvfork doctor` says so
+    return path
+
+
+def _mlx_backends() -> list[str]:
+    found = (importlib.metadata.distributions(name=name) for name in ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13"))
+    return [str(dist.metadata["Name"]).lower() for dists in found for dist in dists]
