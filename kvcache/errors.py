@@ -1,0 +1,60 @@
+"""What can go wrong in the cache. Owns the error classes; knows nothing of how they are reported over a wire.
+
+KVCacheError
+├── FormatError            bytes are not what docs/format.md draws (bad magic, version, checksum, length)
+└── StoreError
+    ├── RecordError        one record is to blame; `record` says which
+    │   ├── MissingRecord      never stored, or evicted since
+    │   ├── CorruptRecord      stored, but the bytes do not verify
+    │   └── UnreadableRecord   stored, but the operating system refused the read
+    ├── DiskFull           no room under the budget or above the free-space floor
+    └── StoreClosed        the store was closed
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcache.records import RecordId
+
+
+class KVCacheError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class FormatError(KVCacheError):
+    """Bytes that were read do not follow the format, or fail their checksum or tag."""
+
+
+class StoreError(KVCacheError):
+    """The record store could not do what was asked."""
+
+
+class RecordError(StoreError):
+    """One record could not be served."""
+
+    def __init__(self, record: RecordId, reason: str) -> None:
+        super().__init__(f"{record}: {reason}")
+        self.record = record
+        self.reason = reason
+
+
+class MissingRecord(RecordError):
+    """The record is in no tier."""
+
+
+class CorruptRecord(RecordError):
+    """The record's bytes did not verify; it has been dropped."""
+
+
+class UnreadableRecord(RecordError):
+    """Reading the record failed below this package; it has been dropped."""
+
+
+class DiskFull(StoreError):
+    """Neither eviction nor cleaning makes room for one more record."""
+
+
+class StoreClosed(StoreError):
+    """The store was closed before or while it was asked."""

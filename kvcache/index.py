@@ -1,0 +1,154 @@
+"""What the store holds: which records, in which tier, how large, how recently used, pinned how often.
+
+Pure bookkeeping without I/O and without a lock of its own; the store calls it under its lock. Invariants: a record is
+in one tier; only unpinned records are offered for eviction; usage per tier and kind always adds up to the entries.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcache.eviction import RecencyQueue
+from kvcache.records import Buffer, RecordId, RecordKind, Tier
+from kvcache.segments import Extent
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One held record. `payload` is set in MEMORY and PENDING, `extent` on DISK."""
+
+    record: RecordId
+    size: int  # payload bytes
+    tier: Tier
+    explicit: bool
+    tick: int
+    payload: Buffer | None = None
+    extent: Extent | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A number of records and their payload bytes."""
+
+    records: int
+    bytes: int
+
+
+@dataclass(slots=True)
+class _Count:
+    records: int = 0
+    bytes: int = 0
+
+
+class RecordIndex:
+    """Entries by record, with accounting. Evictable tiers are MEMORY and DISK; PENDING leaves by being written."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RecordId, Entry] = {}
+        self._pins: dict[RecordId, int] = {}
+        self._queues: dict[Tier, RecencyQueue[RecordId]] = {Tier.MEMORY: RecencyQueue(), Tier.DISK: RecencyQueue()}
+        self._counts = {(tier, kind): _Count() for tier in Tier for kind in RecordKind}
+        self._totals = {tier: _Count() for tier in Tier}
+        self._ticks = itertools.count()
+
+    def get(self, record: RecordId) -> Entry | None:
+        return self._entries.get(record)
+
+    def is_current(self, entry: Entry) -> bool:
+        """False once the entry was removed, even if the record was put again."""
+        return self._entries.get(entry.record) is entry
+
+    def clear(self) -> None:
+        """Forget every entry; pins stay, for their owners will take them back."""
+        for entry in list(self._entries.values()):
+            self.remove(entry)
+
+    def bytes_in(self, tier: Tier) -> int:
+        return self._totals[tier].bytes
+
+    def records_in(self, tier: Tier) -> int:
+        return self._totals[tier].records
+
+    def usage(self) -> dict[tuple[Tier, RecordKind], Usage]:
+        return {where: Usage(count.records, count.bytes) for where, count in self._counts.items()}
+
+    def add(self, record: RecordId, payload: Buffer, tier: Tier, *, explicit: bool) -> Entry:
+        entry = Entry(
+            record=record, size=len(payload), tier=tier, explicit=explicit, tick=next(self._ticks), payload=payload
+        )
+        self._entries[record] = entry
+        self._enter(entry)
+        return entry
+
+    def move(self, entry: Entry, tier: Tier, *, extent: Extent | None = None) -> None:
+        """Change tier; with an extent the payload is let go."""
+        self._leave(entry)
+        entry.tier = tier
+        entry.extent = extent
+        if extent is not None:
+            entry.payload = None
+        self._enter(entry)
+
+    def remove(self, entry: Entry) -> None:
+        del self._entries[entry.record]
+        self._leave(entry)
+
+    def touch(self, records: Iterable[RecordId]) -> None:
+        for record in records:
+            entry = self._entries.get(record)
+            if entry is not None:
+                entry.tick = next(self._ticks)
+                if entry.tier is not Tier.PENDING:
+                    self._queues[entry.tier].touch(record, entry.tick)
+
+    def pin(self, record: RecordId) -> None:
+        """Count one more use; allowed before the record is there."""
+        self._pins[record] = self._pins.get(record, 0) + 1
+        entry = self._entries.get(record)
+        if entry is not None and entry.tier is not Tier.PENDING:
+            self._queues[entry.tier].discard(record)
+
+    def unpin(self, record: RecordId) -> None:
+        """Take one `pin` back; ValueError if there is none."""
+        uses = self._pins.get(record, 0)
+        if uses == 0:
+            raise ValueError(f"{record} is not pinned")
+        if uses > 1:
+            self._pins[record] = uses - 1
+            return
+        del self._pins[record]
+        entry = self._entries.get(record)
+        if entry is not None and entry.tier is not Tier.PENDING:
+            self._queues[entry.tier].add(record, entry.tick)
+
+    def is_pinned(self, record: RecordId) -> bool:
+        return record in self._pins
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pins)
+
+    def has_victim(self, tier: Tier) -> bool:
+        return len(self._queues[tier]) > 0
+
+    def pop_victim(self, tier: Tier) -> Entry | None:
+        """The least recently used unpinned entry of a tier, no longer offered: the caller moves or removes it."""
+        record = self._queues[tier].pop_oldest()
+        return None if record is None else self._entries[record]
+
+    def _enter(self, entry: Entry) -> None:
+        self._count(entry, 1)
+        if entry.tier is not Tier.PENDING and entry.record not in self._pins:
+            self._queues[entry.tier].add(entry.record, entry.tick)
+
+    def _leave(self, entry: Entry) -> None:
+        self._count(entry, -1)
+        if entry.tier is not Tier.PENDING:
+            self._queues[entry.tier].discard(entry.record)
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        for count in (self._counts[entry.tier, entry.record.kind], self._totals[entry.tier]):
+            count.records += sign
+            count.bytes += sign * entry.size

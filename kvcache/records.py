@@ -1,0 +1,97 @@
+"""The nouns of the record store. Owns how a record is named and what an answer about it looks like; no behaviour.
+
+A record is one layer kind of one block or boundary: opaque bytes under a 32-byte key. Equal names mean equal content,
+so a record is never overwritten.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvcache.errors import RecordError, StoreError
+
+KEY_BYTES = 32
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class RecordKind(enum.IntEnum):
+    """Which part of the model's state a record holds. The numbers are on disk: never renumber."""
+
+    FULL = 1  # keys and values of every token of one block, all full-attention layers
+    WINDOW = 2  # the last tokens of the sliding-window layers at one boundary
+    STATE = 3  # recurrent state at one boundary
+    LOGITS = 4  # next-token logits after a prefix
+
+
+class Tier(enum.Enum):
+    """Where a record is held."""
+
+    MEMORY = "memory"
+    PENDING = "pending"  # accepted and in memory, on its way to disk
+    DISK = "disk"
+
+
+class PutResult(enum.Enum):
+    """What became of one `put`."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    SKIPPED_QUEUE_FULL = "queue_full"  # too many bytes wait for the disk
+    SKIPPED_DISK_FULL = "disk_full"  # budget or free-space floor reached, and nothing may be evicted
+    SKIPPED_DISK_ERROR = "disk_error"  # writes keep failing; the store pauses before it tries again
+    SKIPPED_MEMORY_FULL = "memory_full"  # too large for the disk tier, and all of the memory tier is pinned
+    SKIPPED_TOO_LARGE = "too_large"  # fits no tier, however empty
+    SKIPPED_CLOSED = "closed"
+
+    @property
+    def held(self) -> bool:
+        """True if the record is in the store after the call."""
+        return self in (PutResult.STORED, PutResult.EXISTS)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordId:
+    """Name of one record: the 32-byte key of its block or tail, and the layer kind."""
+
+    key: bytes
+    kind: RecordKind
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise ValueError(f"a record key has {KEY_BYTES} bytes, not {len(self.key)}")
+
+    def __str__(self) -> str:
+        return f"{self.kind.name.lower()} {self.key[:8].hex()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchResult:
+    """All payloads asked for, in that order, or the error of the first bad record and nothing else.
+
+    `tiers[i]` and `sizes[i]` (payload bytes) say where record i came from and what was read. Payloads are to be
+    treated as read-only: those from memory are shared with the store.
+    """
+
+    payloads: list[Buffer]
+    tiers: list[Tier]
+    sizes: list[int]
+    error: StoreError | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def failed(self) -> RecordId | None:
+        """The first bad record, or None: nothing failed, or not one record's fault (the store was closed)."""
+        return self.error.record if isinstance(self.error, RecordError) else None
+
+    def bytes_from(self, tier: Tier) -> int:
+        return sum(size for source, size in zip(self.tiers, self.sizes, strict=True) if source is tier)
+
+    @classmethod
+    def refused(cls, error: StoreError) -> FetchResult:
+        return cls(payloads=[], tiers=[], sizes=[], error=error)

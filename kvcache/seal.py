@@ -1,0 +1,151 @@
+"""Sealing of record payloads. Owns ciphers, checksums and nonces; knows nothing of files or of where a record lies.
+
+The 64-byte record header is authenticated together with the payload, so a payload cannot be passed off under another
+key, kind or length.
+
+Nonces: 4 bytes chosen when the seal is made + an 8-byte counter that only this seal counts, from 0, once per record
+it seals. A number is spent even if the write then fails. The key is random, made together with the counter and never
+leaves the process, so a pair (key, nonce) cannot come twice. A store that keeps its key across restarts must instead
+take the 4 bytes from a count of openings that it has made durable first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvcache.errors import FormatError
+from kvcache.format import (
+    FLAG_SEALED,
+    RECORD_HEADER,
+    TRAILER_BYTES,
+    RecordHeader,
+    decode_record_header,
+    encode_record_header,
+)
+from kvcache.records import Buffer, RecordId
+
+NONCE = struct.Struct("<4sQ")
+CRC_TRAILER = struct.Struct("<I12x")
+
+# From here on a buffer is mapped instead of allocated: bytearray zeroes its memory while holding the interpreter lock,
+# about a millisecond per MiB of fresh pages, which a decoding thread would feel.
+MAPPED_BUFFER_BYTES = 256 * 1024
+
+
+class Scratch:
+    """One reusable buffer, grown to the largest size asked for. Fresh pages cost more than the encryption itself."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(0))
+
+    def take(self, size: int) -> memoryview:
+        """The first `size` bytes; their content is whatever the last user left."""
+        if len(self._buffer) < size:
+            self._buffer = new_buffer(size)
+        return self._buffer[:size]
+
+
+class Seal(Protocol):
+    """Turns a payload into record bytes and back."""
+
+    def seal(self, record: RecordId, payload: Buffer, scratch: Scratch) -> Sequence[Buffer]:
+        """The record as buffers to be written one after the other, valid until `scratch` is used again."""
+        ...
+
+    def open(self, expected: RecordId, data: memoryview) -> Buffer:
+        """The payload of the whole record `data`; FormatError if anything differs from what was sealed as `expected`.
+
+        The result shares memory with `data` unless `copies` is true.
+        """
+        ...
+
+    @property
+    def flags(self) -> int:
+        """Header flags of every record it seals."""
+        ...
+
+    @property
+    def copies(self) -> bool:
+        """Whether `open` returns memory of its own, so that `data` may be a scratch buffer."""
+        ...
+
+
+class AesGcmSeal:
+    """AES-256-GCM with the header as associated data; the default."""
+
+    flags = FLAG_SEALED
+    copies = True
+
+    def __init__(self, key: bytes | None = None, *, nonce_prefix: bytes | None = None) -> None:
+        self._cipher = AESGCM(key if key is not None else AESGCM.generate_key(256))
+        self._prefix = nonce_prefix if nonce_prefix is not None else os.urandom(4)
+        self._counter = itertools.count()  # next() is atomic under the interpreter lock
+
+    def seal(self, record: RecordId, payload: Buffer, scratch: Scratch) -> Sequence[Buffer]:
+        nonce = NONCE.pack(self._prefix, next(self._counter))
+        header = encode_record_header(
+            RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags, nonce=nonce)
+        )
+        sealed = scratch.take(len(payload) + TRAILER_BYTES)
+        self._cipher.encrypt_into(nonce, payload, header, sealed)
+        return (header, sealed)
+
+    def open(self, expected: RecordId, data: memoryview) -> Buffer:
+        header = check_header(expected, data, flags=self.flags)
+        payload = new_buffer(header.payload_bytes)
+        try:
+            self._cipher.decrypt_into(
+                header.nonce, data[RECORD_HEADER.size :], bytes(data[: RECORD_HEADER.size]), payload
+            )
+        except InvalidTag:
+            raise FormatError("authentication tag does not match") from None
+        return payload.toreadonly()
+
+
+class ChecksumSeal:
+    """Clear text and a CRC32 over header and payload, for stores whose owner turned encryption off.
+
+    CRC32, since it is there to notice accidents and runs several times faster than AES-GCM; nothing without a key
+    could notice intent, so a longer digest would cost more than encryption and promise no more.
+    """
+
+    flags = 0
+    copies = False
+
+    def seal(self, record: RecordId, payload: Buffer, scratch: Scratch) -> Sequence[Buffer]:
+        header = encode_record_header(RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags))
+        return (header, payload, CRC_TRAILER.pack(zlib.crc32(payload, zlib.crc32(header))))
+
+    def open(self, expected: RecordId, data: memoryview) -> Buffer:
+        check_header(expected, data, flags=self.flags)
+        if data[-TRAILER_BYTES:] != CRC_TRAILER.pack(zlib.crc32(data[:-TRAILER_BYTES])):
+            raise FormatError("payload checksum does not match")
+        return data[RECORD_HEADER.size : -TRAILER_BYTES].toreadonly()
+
+
+def check_header(expected: RecordId, data: memoryview, *, flags: int) -> RecordHeader:
+    """The header of the whole record `data`; FormatError if it has another name, length or flags."""
+    header = decode_record_header(data)
+    if header.record != expected:
+        raise FormatError(f"holds {header.record}")
+    if header.record_bytes != len(data):
+        raise FormatError(f"{len(data)} bytes where its header says {header.record_bytes}")
+    if header.flags != flags:
+        raise FormatError(f"flags {header.flags:#x} in a store that writes {flags:#x}")
+    return header
+
+
+def new_buffer(size: int) -> memoryview:
+    """Writable zero bytes."""
+    if size < MAPPED_BUFFER_BYTES:
+        return memoryview(bytearray(size))
+    return memoryview(mmap.mmap(-1, size))

@@ -1,0 +1,237 @@
+"""Append-only segment files under one byte budget. Owns which record bytes lie where and which of them still count.
+
+It decides when space must be won and says so as a `Step`; what to evict is its owner's choice. Used by one thread at a
+time. Invariants: the files together never exceed the budget; a written record is never changed, only copied on and
+left behind; a file is removed as soon as nothing in it counts.
+
+Room is kept back for cleaning: an ordinary append leaves `segment_bytes` of the budget free, so that a segment's live
+records can be copied on before the file they came from is dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvcache.errors import CorruptRecord, DiskFull, FormatError, UnreadableRecord
+from kvcache.format import RECORD_OVERHEAD, SEGMENT_HEADER, SegmentHeader, encode_segment_header
+from kvcache.records import Buffer, RecordId
+from kvcache.seal import Scratch, Seal, check_header, new_buffer
+from kvcache.storage import Storage
+
+MAX_SEGMENTS = 128  # each is an open file; macOS allows 256 by default
+
+# Clean only when this share of the budget is dead, and two segments' worth: before that, evicting a little more
+# usually empties the oldest segment, which costs nothing.
+CLEANING_SHARE = 1 / 10
+# A segment with less dead in it than this share of its size is never worth copying.
+WORTH_CLEANING_SHARE = 1 / 20
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Place of one whole record, header and trailer included, in bytes."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Step(enum.Enum):
+    """What must happen next for an append to fit."""
+
+    READY = enum.auto()  # nothing: append
+    EVICT = enum.auto()  # give up one record
+    CLEAN = enum.auto()  # copy the live records of `cleaning_victim` on
+    FULL = enum.auto()  # none of it would help
+
+
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    size: int
+    live: int = 0
+    records: dict[int, tuple[RecordId, int]] = field(default_factory=dict)  # offset: record, length
+
+    @property
+    def dead(self) -> int:
+        return self.size - SEGMENT_HEADER.size - self.live
+
+
+class SegmentLog:
+    """Appends, reads, releases and copies on sealed records."""
+
+    def __init__(
+        self, storage: Storage, seal: Seal, *, budget_bytes: int, segment_bytes: int, min_free_bytes: int
+    ) -> None:
+        self._storage = storage
+        self._seal = seal
+        self._budget = budget_bytes
+        self._min_free = min_free_bytes
+        # A sixteenth at most, as three segments' worth is kept free; not so small that files outnumber MAX_SEGMENTS.
+        self._segment_bytes = max(min(segment_bytes, budget_bytes // 16), budget_bytes // MAX_SEGMENTS)
+        self._store_id = os.urandom(16)
+        self._scratch = Scratch()
+        self._segments: dict[int, _Segment] = {}
+        self._active: _Segment | None = None
+        self._next_number = 0
+        self.file_bytes = 0
+        self.live_bytes = 0
+
+    @property
+    def segments(self) -> int:
+        return len(self._segments)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The largest payload that an empty store takes; negative if it takes none."""
+        return self._budget - self._segment_bytes - SEGMENT_HEADER.size - RECORD_OVERHEAD
+
+    def plan_room(self, payload_bytes: int, *, limit: int | None = None, can_evict: bool) -> Step:
+        """What must happen for `payload_bytes` more to fit under `limit` (the budget and the free-space floor if None).
+
+        Following the steps until READY or FULL always ends: every one makes the files or the live bytes smaller.
+        """
+        capacity = self._capacity()
+        if limit is None:
+            limit = capacity - self._segment_bytes
+        need = payload_bytes + RECORD_OVERHEAD if payload_bytes else 0
+        if need and self._must_roll():
+            need += SEGMENT_HEADER.size
+        if self.file_bytes + need <= limit:
+            return Step.READY
+        if can_evict and self.live_bytes + need > limit - max(limit * CLEANING_SHARE, 2 * self._segment_bytes):
+            return Step.EVICT
+        victim = self._least_live()
+        if victim is not None and self.file_bytes + victim.live + 2 * SEGMENT_HEADER.size <= capacity:
+            return Step.CLEAN
+        return Step.EVICT if can_evict else Step.FULL
+
+    def append(self, record: RecordId, payload: Buffer) -> Extent:
+        """Seal and write one record; nothing of it counts if this raises (OSError, or DiskFull on the budget)."""
+        return self._append(self._seal.seal(record, payload, self._scratch), record, len(payload) + RECORD_OVERHEAD)
+
+    def read(self, record: RecordId, extent: Extent) -> Buffer:
+        """The payload. CorruptRecord if `extent` does not hold what was written as `record`; UnreadableRecord."""
+        data = self._read(record, extent, self._scratch if self._seal.copies else None)
+        try:
+            return self._seal.open(record, data)
+        except FormatError as error:
+            raise CorruptRecord(record, str(error)) from error
+
+    def copy_on(self, record: RecordId, extent: Extent) -> Extent:
+        """Write the record's bytes again at the log's end, as they are: a record does not know where it lies.
+
+        The header is checked here (CorruptRecord, UnreadableRecord), the payload when it is next read. OSError and
+        DiskFull as in `append`.
+        """
+        data = self._read(record, extent, self._scratch)
+        try:
+            check_header(record, data, flags=self._seal.flags)
+        except FormatError as error:
+            raise CorruptRecord(record, str(error)) from error
+        return self._append((data,), record, extent.length)
+
+    def release(self, extent: Extent) -> None:
+        """The record at `extent` counts no more; its file goes with its last record."""
+        segment = self._segments[extent.segment]
+        del segment.records[extent.offset]
+        segment.live -= extent.length
+        self.live_bytes -= extent.length
+        if not segment.records:
+            self._remove(segment)
+
+    def cleaning_victim(self) -> list[tuple[RecordId, Extent]]:
+        """The records to copy on, with their places; the segment takes no more appends from here on."""
+        victim = self._least_live()
+        if victim is None:
+            return []
+        if victim is self._active:
+            self._active = None
+        return [(r, Extent(victim.number, at, length)) for at, (r, length) in victim.records.items()]
+
+    def _append(self, parts: Sequence[Buffer], record: RecordId, length: int) -> Extent:
+        segment = self._active if self._active is not None and not self._must_roll() else None
+        if self.file_bytes + length + (SEGMENT_HEADER.size if segment is None else 0) > self._budget:
+            raise DiskFull(f"{length} bytes would exceed the budget of {self._budget}")
+        if segment is None:
+            segment = self._roll()
+        offset = segment.size
+        try:
+            self._write(segment, parts, length)
+        except OSError:
+            if segment is not self._active and not segment.records:
+                self._remove(segment)
+            raise
+        segment.records[offset] = (record, length)
+        segment.live += length
+        self.live_bytes += length
+        return Extent(segment.number, offset, length)
+
+    def _must_roll(self) -> bool:
+        return self._active is None or self._active.size >= self._segment_bytes
+
+    def _roll(self) -> _Segment:
+        segment = _Segment(number=self._next_number, size=0)
+        self._next_number += 1
+        self._storage.create(segment.number)
+        self._segments[segment.number] = segment
+        header = encode_segment_header(SegmentHeader(number=segment.number, store_id=self._store_id))
+        try:
+            self._write(segment, (header,), len(header))
+        except OSError:
+            self._remove(segment)
+            raise
+        self._active = segment
+        return segment
+
+    def _write(self, segment: _Segment, parts: Sequence[Buffer], length: int) -> None:
+        """Write at the segment's end. After a failure the torn bytes are cut off, or else counted and left behind."""
+        try:
+            self._storage.write(segment.number, segment.size, parts)
+        except OSError:
+            try:
+                self._storage.truncate(segment.number, segment.size)
+            except OSError:
+                self._abandon_tail(segment, length)
+            raise
+        segment.size += length
+        self.file_bytes += length
+
+    def _abandon_tail(self, segment: _Segment, length: int) -> None:
+        """Neither written nor cut: take no more appends, and count the worst case against the budget."""
+        segment.size += length
+        self.file_bytes += length
+        if self._active is segment:
+            self._active = None
+
+    def _remove(self, segment: _Segment) -> None:
+        if self._active is segment:
+            self._active = None
+        del self._segments[segment.number]
+        self.file_bytes -= segment.size
+        self._storage.remove(segment.number)
+
+    def _read(self, record: RecordId, extent: Extent, scratch: Scratch | None) -> memoryview:
+        data = scratch.take(extent.length) if scratch is not None else new_buffer(extent.length)
+        try:
+            found = self._storage.read_into(extent.segment, extent.offset, data)
+        except OSError as error:
+            raise UnreadableRecord(record, str(error)) from error
+        if found < extent.length:
+            raise CorruptRecord(record, f"the file ends {extent.length - found} bytes early")
+        return data
+
+    def _capacity(self) -> int:
+        """Bytes that the files may have now: the budget, or less if the file system is nearly full."""
+        return min(self._budget, self.file_bytes + self._storage.free_bytes() - self._min_free)
+
+    def _least_live(self) -> _Segment | None:
+        worth = (
+            segment
+            for segment in self._segments.values()
+            if segment.dead > max(2 * SEGMENT_HEADER.size, segment.size * WORTH_CLEANING_SHARE)
+        )
+        return min(worth, key=lambda segment: segment.live, default=None)
