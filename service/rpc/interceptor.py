@@ -1,0 +1,93 @@
+"""The outermost layer of every call of ours. Owns what leaves when a handler raises: a status, and nothing else.
+
+* `CallError` becomes the status that `status` has for it.
+* An abort and a cancellation pass untouched: swallowing either leaks the call.
+* Anything else is a bug. The client gets a fixed text and an incident id; the log gets the id and where it happened,
+  but not the exception's own words, which may hold a prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from service.errors import CallError, Internal
+from service.rpc.status import status_of
+
+log = logging.getLogger(__name__)
+
+INTERNAL_TEXT = "the server failed; its log has the incident"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions of the handlers under `prefix` into statuses; others (health, reflection) are left alone."""
+
+    def __init__(self, prefix: str = "/kvfork.v1.") -> None:
+        self._prefix = prefix
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wraps the handler that `continuation` finds."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(self._prefix):
+            return handler
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary, method), **codecs)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(_guarded(handler.unary_stream, method), **codecs)
+        raise AssertionError(f"{method}: the contract has no client streaming")
+
+
+def _guarded(handler: Callable[..., Any], method: str) -> Any:
+    # Streams of ours write to the context instead of yielding, so one wrapper serves both kinds and no generator is
+    # left to be closed by the garbage collector.
+    async def guarded(request: Any, context: Context) -> Any:
+        try:
+            return await handler(request, context)
+        except CallError as error:
+            await context.abort_with_status(status_of(error, names_snapshot=names_snapshot(request)))
+        except grpc.aio.AbortError:
+            raise  # it is an Exception, and the call has its status already
+        except Exception as error:  # a bug of ours: nothing of it may reach the client
+            await _abort_internal(error, method, context)
+
+    return guarded
+
+
+async def _abort_internal(error: Exception, method: str, context: Context) -> NoReturn:
+    incident = uuid.uuid4().hex
+    log.error("incident %s in %s: %s", incident, method, describe(error))
+    await context.abort_with_status(status_of(Internal(INTERNAL_TEXT), incident=incident))
+
+
+def describe(error: BaseException) -> str:
+    """Types and places of an exception and its causes, without their words."""
+    lines = []
+    seen: BaseException | None = error
+    while seen is not None:
+        frames = traceback.extract_tb(seen.__traceback__)
+        places = "".join(f"\n  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
+        lines.append(f"{type(seen).__module__}.{type(seen).__qualname__}{places}")
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return "\nafter ".join(lines)
+
+
+def names_snapshot(request: Any) -> bool:
+    """Whether `request` needs a snapshot of this very instance."""
+    return any(getattr(request, field, "") for field in ("parent", "source", "name", "names"))

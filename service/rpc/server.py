@@ -1,0 +1,153 @@
+"""The gRPC server's life. Owns its options, the order of start and stop, and what signals mean.
+
+    start: bind, health follows the core, ready
+    first SIGTERM or SIGINT: health NOT_SERVING; new work is refused while the server still listens, so that Get, List
+        and StopGeneration work and refusals carry a status; running generations end and deliver; the listener closes
+    second signal: the process ends at once
+
+One asyncio loop, the caller's. Knows the rest of the server through `Inference` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from kvfork.v1 import inference_service_pb2_grpc, server_service_pb2_grpc, snapshot_service_pb2_grpc
+
+from service.config import Config
+from service.core_api import Inference
+from service.rpc import health as health_rpc
+from service.rpc.health import HealthServicer
+from service.rpc.inference import InferenceServicer
+from service.rpc.interceptor import ErrorInterceptor
+from service.rpc.listen import CannotListen, UnixSocket, bind_tcp
+from service.rpc.reflection import add_reflection
+from service.rpc.server_info import ServerServicer
+from service.rpc.snapshots import SnapshotServicer
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_CANNOT_LISTEN = 3
+
+MAX_SEND_BYTES = 16 * 2**20
+HEALTH_EVERY = 0.25  # seconds: a probe's period is 1 s or more
+LINGER = 0.5  # seconds of listening after health has turned, for those who look before they call
+GRACE = 5.0  # seconds for what is written to reach slow readers
+
+SERVICES = (health_rpc.INFERENCE, health_rpc.SNAPSHOTS, health_rpc.SERVER, "grpc.health.v1.Health")
+
+
+def options(config: Config) -> list[tuple[str, int]]:
+    """C-core's settings."""
+    return [
+        # On by default on Linux: a second server would bind the same port unnoticed and take half of the calls, and
+        # snapshots live in one process.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        ("grpc.max_send_message_length", MAX_SEND_BYTES),
+        # Clients may ping during a long prefill; the default answers that with GOAWAY.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Nothing else notices a peer that vanished without a word.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+class RpcServer:
+    """One listening server over one core. `start`, then `drain`, then `stop`."""
+
+    def __init__(self, core: Inference, config: Config) -> None:
+        self._core = core
+        self._config = config
+        self._health = HealthServicer()
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options(config))
+        self._socket = UnixSocket(config.unix_socket) if config.unix_socket is not None else None
+        self._watchdog: asyncio.Task[None] | None = None
+        inference = InferenceServicer(core, write_stall=config.write_stall_seconds)
+        servicers: list[tuple[Callable[..., None], object]] = [  # grpc generates these without types
+            (inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
+            (snapshot_service_pb2_grpc.add_SnapshotServiceServicer_to_server, SnapshotServicer(core)),
+            (server_service_pb2_grpc.add_ServerServiceServicer_to_server, ServerServicer(core)),
+            (health_pb2_grpc.add_HealthServicer_to_server, self._health),
+        ]
+        for add, servicer in servicers:
+            add(servicer, self._server)
+        add_reflection(self._server, SERVICES)
+
+    async def start(self) -> list[str]:
+        """Binds and serves; returns the addresses that clients can use. Raises CannotListen, having bound nothing."""
+        addresses = []
+        try:
+            if self._config.address:
+                addresses.append(bind_tcp(self._server, self._config.address))
+            if self._socket is not None:
+                addresses.append(self._socket.bind(self._server))
+        except CannotListen:
+            await self._server.stop(None)
+            raise
+        self._health.update(health_rpc.observe(self._core))
+        self._watchdog = asyncio.create_task(health_rpc.follow(self._core, self._health, every=HEALTH_EVERY))
+        await self._server.start()
+        return addresses
+
+    async def drain(self, *, linger: float = LINGER) -> None:
+        """Refuses new work, ends running work cleanly, keeps listening meanwhile."""
+        self._health.start_draining()
+        self._core.start_draining()
+        await asyncio.sleep(linger)
+        await self._core.finish_running(self._config.drain_seconds)
+
+    async def stop(self, grace: float | None = GRACE) -> None:
+        """Closes the listener; what is still open after `grace` seconds is cancelled."""
+        self._health.close()
+        await self._server.stop(grace)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watchdog
+        self.remove_socket()
+
+    def remove_socket(self) -> None:
+        """Removes the socket file, if there is one of ours."""
+        if self._socket is not None:
+            self._socket.remove()
+
+
+async def serve(core: Inference, config: Config, *, ready: Callable[[Sequence[str]], None]) -> int:
+    """Serves until a signal says stop; `ready` hears the addresses. Returns the process's exit code."""
+    stopping = asyncio.Event()
+    server = RpcServer(core, config)
+
+    def on_signal(number: int) -> None:
+        if stopping.is_set():
+            server.remove_socket()
+            os._exit(128 + number)  # at once: no thread, no atexit, no waiting for the model
+        log.info("%s: draining; once more ends at once", signal.Signals(number).name)
+        stopping.set()
+
+    try:
+        addresses = await server.start()
+    except CannotListen as error:
+        log.error("%s", error)
+        return EXIT_CANNOT_LISTEN
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        ready(addresses)
+        await stopping.wait()
+        await server.drain()
+    finally:
+        await server.stop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    return EXIT_OK

@@ -1,0 +1,71 @@
+"""SnapshotService. Owns the order read, ask, write of each RPC and how a listing is paged."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc.aio
+from kvfork.v1 import snapshot_service_pb2 as pb
+from kvfork.v1 import snapshot_service_pb2_grpc as pb_grpc
+
+from service.core_api import Inference
+from service.errors import Unsupported
+from service.rpc import mapping_out, mapping_snapshots
+from service.rpc.caller import caller_of
+from service.rpc.paging import encode_place
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
+    """The calls that need the store but not the model."""
+
+    def __init__(self, core: Inference) -> None:
+        self._core = core
+        self._limits = core.server().limits
+
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Context) -> pb.GetSnapshotResponse:
+        name, owner = mapping_snapshots.read_snapshot_name(request.name), caller_of(context)
+        view = self._core.get_snapshot(name, owner)
+        tokens = self._core.snapshot_tokens(name, owner) if request.include_tokens else ()
+        return pb.GetSnapshotResponse(snapshot=mapping_out.write_snapshot(view), token_ids=tokens)
+
+    async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context) -> pb.ListSnapshotsResponse:
+        owner = caller_of(context)
+        page = mapping_snapshots.read_list_snapshots(request, owner)
+        # One more than asked for tells whether there is another page.
+        views = self._core.list_snapshots(
+            owner, after=page.after, limit=page.size + 1, labels=page.labels, parent=page.parent
+        )
+        shown = views[: page.size]
+        more = len(views) > page.size
+        return pb.ListSnapshotsResponse(
+            snapshots=[mapping_out.write_snapshot(view) for view in shown],
+            next_page_token=encode_place((shown[-1].create_time, shown[-1].name), page.listing) if more else "",
+        )
+
+    async def UpdateSnapshot(self, request: pb.UpdateSnapshotRequest, context: Context) -> pb.UpdateSnapshotResponse:
+        change = mapping_snapshots.read_update(request, self._limits, now=time.time())
+        view = self._core.update_snapshot(change, caller_of(context))
+        return pb.UpdateSnapshotResponse(snapshot=mapping_out.write_snapshot(view))
+
+    async def ExtendSnapshots(self, request: pb.ExtendSnapshotsRequest, context: Context) -> pb.ExtendSnapshotsResponse:
+        names, ttl = mapping_snapshots.read_extend(request, self._limits)
+        extended, missing = self._core.extend_snapshots(names, ttl, caller_of(context))
+        return pb.ExtendSnapshotsResponse(
+            snapshots=[mapping_out.write_snapshot(view) for view in extended], missing=missing
+        )
+
+    async def DeleteSnapshot(self, request: pb.DeleteSnapshotRequest, context: Context) -> pb.DeleteSnapshotResponse:
+        deleted = await self._core.delete_snapshot(
+            mapping_snapshots.read_snapshot_name(request.name),
+            caller_of(context),
+            descendants=request.descendants,
+            stop_active=request.stop_active,
+            allow_missing=request.allow_missing,
+        )
+        return pb.DeleteSnapshotResponse(deleted=deleted)
+
+    async def WatchSnapshots(self, request: pb.WatchSnapshotsRequest, context: Context) -> None:
+        raise Unsupported("WatchSnapshots comes in a later version", hint="poll ListSnapshots")
