@@ -1,5 +1,8 @@
 """What the store holds: which records, in which tier, how large, how recently used, pinned how often.
 
+What left is kept until it is asked for: extents that the disk tier may free, and records whose loss the owner has not
+heard of.
+
 Pure bookkeeping without I/O and without a lock of its own; the store calls it under its lock. Invariants: a record is
 in one tier; only unpinned records are offered for eviction; usage per tier and kind always adds up to the entries.
 """
@@ -13,9 +16,10 @@ from dataclasses import dataclass
 from kvcache.eviction import RecencyQueue
 from kvcache.records import Buffer, RecordId, RecordKind, Tier
 from kvcache.segments import Extent
+from kvcache.stats import Usage
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Entry:
     """One held record. `payload` is set in MEMORY and PENDING, `extent` on DISK."""
 
@@ -26,14 +30,6 @@ class Entry:
     tick: int
     payload: Buffer | None = None
     extent: Extent | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """A number of records and their payload bytes."""
-
-    records: int
-    bytes: int
 
 
 @dataclass(slots=True)
@@ -48,10 +44,12 @@ class RecordIndex:
     def __init__(self) -> None:
         self._entries: dict[RecordId, Entry] = {}
         self._pins: dict[RecordId, int] = {}
-        self._queues: dict[Tier, RecencyQueue[RecordId]] = {Tier.MEMORY: RecencyQueue(), Tier.DISK: RecencyQueue()}
+        self._queues: dict[Tier, RecencyQueue[Entry]] = {Tier.MEMORY: RecencyQueue(), Tier.DISK: RecencyQueue()}
         self._counts = {(tier, kind): _Count() for tier in Tier for kind in RecordKind}
         self._totals = {tier: _Count() for tier in Tier}
         self._ticks = itertools.count()
+        self._released: list[Extent] = []
+        self._lost: dict[RecordId, None] = {}  # an ordered set
 
     def get(self, record: RecordId) -> Entry | None:
         return self._entries.get(record)
@@ -64,6 +62,8 @@ class RecordIndex:
         """Forget every entry; pins stay, for their owners will take them back."""
         for entry in list(self._entries.values()):
             self.remove(entry)
+        self._released.clear()
+        self._lost.clear()
 
     def bytes_in(self, tier: Tier) -> int:
         return self._totals[tier].bytes
@@ -79,6 +79,7 @@ class RecordIndex:
             record=record, size=len(payload), tier=tier, explicit=explicit, tick=next(self._ticks), payload=payload
         )
         self._entries[record] = entry
+        self._lost.pop(record, None)  # the owner need not hear of a loss that was made good
         self._enter(entry)
         return entry
 
@@ -92,8 +93,34 @@ class RecordIndex:
         self._enter(entry)
 
     def remove(self, entry: Entry) -> None:
+        """Forget an entry as its owner wishes; its extent waits in `take_released`."""
         del self._entries[entry.record]
         self._leave(entry)
+        if entry.extent is not None:
+            self._released.append(entry.extent)
+        entry.payload = None  # a queued write may still hold the entry
+
+    def lose(self, entry: Entry) -> None:
+        """Forget an entry that its owner did not give up; it waits in `take_lost`."""
+        self.remove(entry)
+        self._lost[entry.record] = None
+
+    def forgive(self, record: RecordId) -> None:
+        """Do not report this loss: the owner has given the record up meanwhile."""
+        self._lost.pop(record, None)
+
+    def release(self, extent: Extent) -> None:
+        """An extent that no entry refers to any more, or never did."""
+        self._released.append(extent)
+
+    def take_released(self) -> list[Extent]:
+        released, self._released = self._released, []
+        return released
+
+    def take_lost(self) -> list[RecordId]:
+        lost = list(self._lost)
+        self._lost.clear()
+        return lost
 
     def touch(self, records: Iterable[RecordId]) -> None:
         for record in records:
@@ -101,14 +128,14 @@ class RecordIndex:
             if entry is not None:
                 entry.tick = next(self._ticks)
                 if entry.tier is not Tier.PENDING:
-                    self._queues[entry.tier].touch(record, entry.tick)
+                    self._queues[entry.tier].touch(entry, entry.tick)
 
     def pin(self, record: RecordId) -> None:
         """Count one more use; allowed before the record is there."""
         self._pins[record] = self._pins.get(record, 0) + 1
         entry = self._entries.get(record)
         if entry is not None and entry.tier is not Tier.PENDING:
-            self._queues[entry.tier].discard(record)
+            self._queues[entry.tier].discard(entry)
 
     def unpin(self, record: RecordId) -> None:
         """Take one `pin` back; ValueError if there is none."""
@@ -121,7 +148,7 @@ class RecordIndex:
         del self._pins[record]
         entry = self._entries.get(record)
         if entry is not None and entry.tier is not Tier.PENDING:
-            self._queues[entry.tier].add(record, entry.tick)
+            self._queues[entry.tier].add(entry, entry.tick)
 
     def is_pinned(self, record: RecordId) -> bool:
         return record in self._pins
@@ -135,18 +162,17 @@ class RecordIndex:
 
     def pop_victim(self, tier: Tier) -> Entry | None:
         """The least recently used unpinned entry of a tier, no longer offered: the caller moves or removes it."""
-        record = self._queues[tier].pop_oldest()
-        return None if record is None else self._entries[record]
+        return self._queues[tier].pop_oldest()
 
     def _enter(self, entry: Entry) -> None:
         self._count(entry, 1)
         if entry.tier is not Tier.PENDING and entry.record not in self._pins:
-            self._queues[entry.tier].add(entry.record, entry.tick)
+            self._queues[entry.tier].add(entry, entry.tick)
 
     def _leave(self, entry: Entry) -> None:
         self._count(entry, -1)
         if entry.tier is not Tier.PENDING:
-            self._queues[entry.tier].discard(entry.record)
+            self._queues[entry.tier].discard(entry)
 
     def _count(self, entry: Entry, sign: int) -> None:
         for count in (self._counts[entry.tier, entry.record.kind], self._totals[entry.tier]):

@@ -63,6 +63,10 @@ class RecordId:
         if len(self.key) != KEY_BYTES:
             raise ValueError(f"a record key has {KEY_BYTES} bytes, not {len(self.key)}")
 
+    def __hash__(self) -> int:
+        # The generated one hashes a tuple through Python's enum code; this one takes a third of its time.
+        return hash(self.key) + self.kind
+
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} {self.key[:8].hex()}"
 

@@ -89,15 +89,17 @@ class SegmentLog:
         """The largest payload that an empty store takes; negative if it takes none."""
         return self._budget - self._segment_bytes - SEGMENT_HEADER.size - RECORD_OVERHEAD
 
-    def plan_room(self, payload_bytes: int, *, limit: int | None = None, can_evict: bool) -> Step:
-        """What must happen for `payload_bytes` more to fit under `limit` (the budget and the free-space floor if None).
+    def plan_room(self, record_bytes: int, *, limit: int | None = None, can_evict: bool) -> Step:
+        """What must happen for a record of this size, overhead included, to fit under `limit`; 0 for no record.
+
+        `limit` is in bytes of all files together; None for the budget and the free-space floor.
 
         Following the steps until READY or FULL always ends: every one makes the files or the live bytes smaller.
         """
         capacity = self._capacity()
         if limit is None:
             limit = capacity - self._segment_bytes
-        need = payload_bytes + RECORD_OVERHEAD if payload_bytes else 0
+        need = record_bytes
         if need and self._must_roll():
             need += SEGMENT_HEADER.size
         if self.file_bytes + need <= limit:
@@ -151,6 +153,13 @@ class SegmentLog:
         if victim is self._active:
             self._active = None
         return [(r, Extent(victim.number, at, length)) for at, (r, length) in victim.records.items()]
+
+    def close(self) -> None:
+        """Forget everything and remove every file."""
+        self._segments.clear()
+        self._active = None
+        self.file_bytes = self.live_bytes = 0
+        self._storage.close()
 
     def _append(self, parts: Sequence[Buffer], record: RecordId, length: int) -> Extent:
         segment = self._active if self._active is not None and not self._must_roll() else None

@@ -80,10 +80,15 @@ class FileStorage:
         parent = Path(tempfile.mkdtemp(prefix="kvfork-", dir=self._directory))
         try:
             path = parent / f"segment-{segment:08d}.kv"
-            self._files[segment] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-            path.unlink()
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+            try:
+                path.unlink()
+            except OSError:
+                os.close(file)
+                raise
         finally:
             parent.rmdir()
+        self._files[segment] = file
 
     def write(self, segment: int, offset: int, parts: Sequence[Buffer]) -> None:
         # lseek + writev rather than pwritev: one system call more, but every POSIX system has it.

@@ -16,17 +16,18 @@ import errno
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from kvcache.errors import DiskFull, MissingRecord, RecordError, StoreClosed
-from kvcache.index import Entry, RecordIndex, Usage
+from kvcache.format import RECORD_OVERHEAD
+from kvcache.index import Entry, RecordIndex
 from kvcache.records import Buffer, FetchResult, PutResult, RecordId, RecordKind, Tier
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import Extent, SegmentLog, Step
+from kvcache.stats import StoreStats, Tally, Usage
 from kvcache.storage import FileStorage, Storage
 from kvcache.writer import CircuitBreaker, IoThread
 
@@ -59,31 +60,6 @@ class StoreConfig:
             raise ValueError("segment_bytes must be positive")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
-    """What is held now, and what happened since the start. Bytes are payload bytes unless they say otherwise."""
-
-    usage: dict[tuple[Tier, RecordKind], Usage]
-    memory_bytes: int
-    pending_bytes: int
-    disk_bytes: int
-    file_bytes: int  # sizes of the segment files
-    live_ratio: float  # share of the files that still counts; 1.0 without files
-    segments: int
-    pinned: int  # records with at least one use
-    written: Usage
-    read: dict[Tier, Usage]
-    copied_on: Usage  # by cleaning
-    skipped: dict[PutResult, int]
-    evicted: dict[Tier, Usage]
-    missing: int  # fetches refused for a record that was not there
-    corrupt: int  # records dropped since their bytes did not verify or could not be read
-    write_errors: int
-    failed_jobs: int
-    paused: bool  # writes are stopped for a while after failures
-    last_error: str
-
-
 class TieredStore:
     """Thread-safe. `put`, `locate`, `size`, `touch`, `pin` and `delete` never wait for I/O.
 
@@ -101,9 +77,8 @@ class TieredStore:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._storage = storage if storage is not None else FileStorage(config.directory)
         self._segments = SegmentLog(
-            self._storage,
+            storage if storage is not None else FileStorage(config.directory),
             seal if seal is not None else AesGcmSeal() if config.encrypt else ChecksumSeal(),
             budget_bytes=config.disk_bytes,
             segment_bytes=config.segment_bytes,
@@ -113,16 +88,11 @@ class TieredStore:
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)  # something left PENDING
         self._index = RecordIndex()
-        self._released: list[Extent] = []
-        self._gone: dict[RecordId, None] = {}  # ordered set
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
         self._refusal = PutResult.SKIPPED_DISK_ERROR  # what implicit records hear while the breaker is open
         self._awaits_room = False  # the last failure was ours to end: everything was pinned
         self._closed = False
-        self._counters: Counter[str] = Counter()
-        self._skipped: Counter[PutResult] = Counter()
-        self._moved: dict[object, list[int]] = {}
-        self._last_error = ""
+        self._tally = Tally()
 
     # Life
 
@@ -142,10 +112,8 @@ class TieredStore:
         self._io.stop()
         with self._settled:
             self._index.clear()
-            self._released.clear()
-            self._gone.clear()
             self._settled.notify_all()
-        self._storage.close()
+        self._segments.close()
 
     # Records
 
@@ -158,10 +126,8 @@ class TieredStore:
         data = _as_bytes(payload)
         with self._lock:
             result = self._admit(record, data, explicit=explicit)
-            if result.held:
-                self._gone.pop(record, None)
-            else:
-                self._skipped[result] += 1
+            if not result.held:
+                self._tally.skipped[result] += 1
         return result
 
     def locate(self, record: RecordId) -> Tier | None:
@@ -177,40 +143,42 @@ class TieredStore:
 
     def touch(self, records: Iterable[RecordId]) -> None:
         """Note a use of each, the last one becoming the newest: suffixes first, so that they go before prefixes."""
+        used = list(records)  # an iterable may run its owner's code: not under the lock
         with self._lock:
-            self._index.touch(records)
+            self._index.touch(used)
 
     def pin(self, records: Iterable[RecordId]) -> None:
         """Count one more use of each: until `unpin`, none is evicted. They need not be held yet."""
+        wanted = list(records)
         with self._lock:
-            for record in records:
+            for record in wanted:
                 self._index.pin(record)
 
     def unpin(self, records: Iterable[RecordId]) -> None:
         """Take one `pin` of each back; ValueError if there is none."""
+        unwanted = list(records)
         with self._lock:
-            for record in records:
+            for record in unwanted:
                 self._index.unpin(record)
             self._room_was_made()
 
     def delete(self, records: Iterable[RecordId]) -> None:
         """Forget records, pinned or not; `drain_evicted` does not report them. Disk space follows a moment later."""
+        unwanted = list(records)
         with self._settled:
-            for record in records:
+            for record in unwanted:
                 entry = self._index.get(record)
                 if entry is not None:
-                    self._remove(entry)
-                self._gone.pop(record, None)
+                    self._index.remove(entry)
+                self._index.forgive(record)
+            self._settled.notify_all()
             self._room_was_made()
-            if self._released:
-                self._io.submit(self._apply_releases, urgent=True)
+            self._io.submit(self._apply_releases, urgent=True)
 
     def drain_evicted(self) -> list[RecordId]:
         """Records that ceased to be held since the last call without being deleted: evicted, corrupt, not writable."""
         with self._lock:
-            gone = list(self._gone)
-            self._gone.clear()
-        return gone
+            return self._index.take_lost()
 
     # Reads
 
@@ -224,7 +192,7 @@ class TieredStore:
             done(FetchResult.refused(StoreClosed("the store is closed")))
 
     def fetch_now(self, records: Sequence[RecordId]) -> FetchResult:
-        """`fetch` that waits for its result."""
+        """`fetch` that waits for its result; the caller must hold no lock that a `done` callback takes."""
         return self._io.call(partial(self._collect, tuple(records)))
 
     # Maintenance
@@ -232,15 +200,16 @@ class TieredStore:
     def trim(self, *, memory_bytes: int | None = None, disk_bytes: int | None = None) -> None:
         """Bring each tier down to this many bytes once, as far as pins allow; None leaves a tier alone.
 
-        Memory is spilled where the queue takes it, else evicted. Disk bytes are file sizes; waits for the I/O thread.
+        Memory is spilled where the queue takes it, else evicted. Disk bytes are file sizes; this waits for the I/O
+        thread, so the caller must hold no lock that a `done` callback takes.
         """
         if memory_bytes is not None:
             with self._settled:
                 self._shrink_memory(memory_bytes)
         if disk_bytes is not None:
             try:
-                self._io.call(partial(self._make_room, 0, limit=disk_bytes))
-            except OSError as error:
+                self._io.call(partial(self._trim_disk, disk_bytes))
+            except OSError as error:  # while copying live records on; what was not copied stays where it is
                 with self._lock:
                     self._note_write_error(error)
 
@@ -270,17 +239,17 @@ class TieredStore:
                 live_ratio=self._segments.live_bytes / files if files else 1.0,
                 segments=self._segments.segments,
                 pinned=index.pinned,
-                written=self._total("written"),
-                read={tier: self._total(("read", tier)) for tier in Tier},
-                copied_on=self._total("copied_on"),
-                skipped=dict(self._skipped),
-                evicted={tier: self._total(("evicted", tier)) for tier in Tier},
-                missing=self._counters["missing"],
-                corrupt=self._counters["corrupt"],
-                write_errors=self._counters["write_errors"],
+                written=self._tally.total("written"),
+                read=self._tally.by_tier("read"),
+                copied_on=self._tally.total("copied on"),
+                evicted=self._tally.by_tier("evicted"),
+                skipped=dict(self._tally.skipped),
+                missing=self._tally.missing,
+                corrupt=self._tally.corrupt,
+                write_errors=self._tally.write_errors,
                 failed_jobs=self._io.failed_jobs,
                 paused=self._breaker.is_open(self._clock()),
-                last_error=self._last_error or self._io.last_failure,
+                last_error=self._tally.last_error or self._io.last_failure,
             )
 
     def __repr__(self) -> str:
@@ -342,20 +311,8 @@ class TieredStore:
         self._io.submit(partial(self._write, entry))
 
     def _evict(self, entry: Entry) -> None:
-        self._add(("evicted", entry.tier), entry.size)
-        self._lose(entry)
-
-    def _lose(self, entry: Entry) -> None:
-        """Remove an entry that its owner did not delete."""
-        self._remove(entry)
-        self._gone[entry.record] = None
-
-    def _remove(self, entry: Entry) -> None:
-        self._index.remove(entry)
-        if entry.extent is not None:
-            self._released.append(entry.extent)
-        if entry.tier is Tier.PENDING:
-            self._settled.notify_all()
+        self._tally.add(("evicted", entry.tier), entry.size)
+        self._index.lose(entry)
 
     def _room_was_made(self) -> None:
         """Try at once what failed only for want of something to evict."""
@@ -364,20 +321,12 @@ class TieredStore:
             self._resume()
 
     def _resume(self) -> None:
-        self._breaker.success()
-        self._io.pause(until=float("-inf"))
+        if self._breaker.success():
+            self._io.pause(until=float("-inf"))
 
     def _note_write_error(self, error: Exception) -> None:
-        self._counters["write_errors"] += 1
-        self._last_error = f"{type(error).__name__}: {error}"
-
-    def _add(self, what: object, size: int) -> None:
-        total = self._moved.setdefault(what, [0, 0])
-        total[0] += 1
-        total[1] += size
-
-    def _total(self, what: object) -> Usage:
-        return Usage(*self._moved.get(what, (0, 0)))
+        self._tally.write_errors += 1
+        self._tally.last_error = f"{type(error).__name__}: {error}"
 
     # I/O; REQUIRES: I/O thread, lock is not held
 
@@ -387,7 +336,7 @@ class TieredStore:
                 return  # deleted while it waited
             payload = entry.payload
         try:
-            if not self._make_room(entry.size):
+            if not self._make_room(entry.size + RECORD_OVERHEAD):
                 raise DiskFull(f"no room for {entry.size} bytes: everything on disk is pinned, or the disk is full")
             extent = self._segments.append(entry.record, payload)
         except Exception as error:  # whatever went wrong, a record left PENDING would block the queue for good
@@ -396,12 +345,12 @@ class TieredStore:
         with self._settled:
             self._awaits_room = False
             self._resume()
-            self._add("written", entry.size)
-            if not self._index.is_current(entry):
-                self._released.append(extent)  # deleted while it was written
-                return
-            self._index.move(entry, Tier.DISK, extent=extent)
-            self._settled.notify_all()
+            self._tally.add("written", entry.size)
+            if self._index.is_current(entry):
+                self._index.move(entry, Tier.DISK, extent=extent)
+                self._settled.notify_all()
+            else:
+                self._index.release(extent)  # deleted while it was written
 
     def _write_failed(self, entry: Entry, error: Exception) -> None:
         full = isinstance(error, DiskFull) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
@@ -416,18 +365,25 @@ class TieredStore:
                 if self._index.is_pinned(entry.record):
                     self._enqueue(entry)  # in use: it stays readable from memory until the disk takes it
                 else:
-                    self._lose(entry)
+                    self._index.lose(entry)
+                    self._settled.notify_all()
         if paused:
             log.warning("writes to the cache's disk tier pause: %s", error)
 
-    def _make_room(self, payload_bytes: int, *, limit: int | None = None) -> bool:
+    def _trim_disk(self, limit: int) -> None:
+        with self._lock:
+            if self._closed:
+                return
+        self._make_room(0, limit=limit)
+
+    def _make_room(self, record_bytes: int, *, limit: int | None = None) -> bool:
         """Evict and clean until an append of this size fits; between steps, waiting reads go first."""
         while True:
             self._io.run_urgent()
             self._apply_releases()
             with self._lock:
                 can_evict = self._index.has_victim(Tier.DISK)
-            match self._segments.plan_room(payload_bytes, limit=limit, can_evict=can_evict):
+            match self._segments.plan_room(record_bytes, limit=limit, can_evict=can_evict):
                 case Step.READY:
                     return True
                 case Step.FULL:
@@ -453,16 +409,14 @@ class TieredStore:
             self._drop_bad(entry, error)
             return
         with self._lock:
-            self._add("copied_on", entry.size)
+            self._tally.add("copied on", entry.size)
             if self._index.is_current(entry):
-                entry.extent = moved
-                self._released.append(extent)
-            else:
-                self._released.append(moved)
+                entry.extent, moved = moved, extent
+            self._index.release(moved)
 
     def _apply_releases(self) -> None:
         with self._lock:
-            released, self._released = self._released, []
+            released = self._index.take_released()
         for extent in released:
             self._segments.release(extent)
 
@@ -474,7 +428,7 @@ class TieredStore:
             for record in records:
                 entry = self._index.get(record)
                 if entry is None:
-                    self._counters["missing"] += 1
+                    self._tally.missing += 1
                     return FetchResult.refused(MissingRecord(record, "not held"))
                 entries.append(entry)
             found = [(entry, entry.tier, entry.payload, entry.extent) for entry in entries]
@@ -485,12 +439,13 @@ class TieredStore:
                     payload = self._segments.read(entry.record, extent)
                 except RecordError as error:
                     self._drop_bad(entry, error)
+                    self._apply_releases()
                     return FetchResult.refused(error)
             assert payload is not None, "a record without an extent has its payload in memory"
             payloads.append(payload)
         with self._lock:
             for entry, tier, _, _ in found:
-                self._add(("read", tier), entry.size)
+                self._tally.add(("read", tier), entry.size)
         return FetchResult(
             payloads=payloads, tiers=[tier for _, tier, _, _ in found], sizes=[len(payload) for payload in payloads]
         )
@@ -499,9 +454,9 @@ class TieredStore:
         with self._lock:
             if not self._index.is_current(entry):
                 return
-            self._counters["corrupt"] += 1
-            self._last_error = str(error)
-            self._lose(entry)
+            self._tally.corrupt += 1
+            self._tally.last_error = str(error)
+            self._index.lose(entry)
         log.warning("dropped a cached record: %s", error)
 
 

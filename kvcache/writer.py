@@ -36,9 +36,11 @@ class CircuitBreaker:
     def is_open(self, now: float) -> bool:
         return now < self.open_until
 
-    def success(self) -> None:
-        self._failures = 0
+    def success(self) -> bool:
+        """Forget all failures; True if a pause may have to be ended."""
+        had_failures, self._failures = self._failures > 0, 0
         self.open_until = float("-inf")
+        return had_failures
 
     def failure(self, now: float) -> bool:
         """Count one failure; True if a pause begins now."""
@@ -127,7 +129,7 @@ class IoThread:
         return results[0]
 
     def pause(self, until: float) -> None:
-        """Run no background job before this time of the clock."""
+        """Run no background job before this time of the clock; a time in the past resumes."""
         with self._wake:
             self._paused_until = until
             self._wake.notify()
