@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from kvcache.errors import DiskFull, MissingRecord, RecordError, StoreClosed
 from kvcache.format import RECORD_OVERHEAD
@@ -58,6 +59,9 @@ class StoreConfig:
                 raise ValueError(f"{name} must not be negative")
         if self.segment_bytes <= 0:
             raise ValueError("segment_bytes must be positive")
+
+
+_Source: TypeAlias = tuple[Entry, Tier, Buffer | None, Extent | None]
 
 
 class TieredStore:
@@ -183,17 +187,22 @@ class TieredStore:
     # Reads
 
     def fetch(self, records: Sequence[RecordId], done: Callable[[FetchResult], None]) -> None:
-        """Read all of `records` ahead of queued writes, then call `done` on the I/O thread; it must not block.
+        """Read all of `records` and call `done` once, from any thread; it must not block.
 
-        After `close`, `done` is called here with StoreClosed.
+        What memory can answer (or refuse) is answered here before `fetch` returns, so that a slow disk does not delay
+        records that have not reached it yet. Else `done` runs on the I/O thread, ahead of queued writes.
         """
         wanted = tuple(records)
-        if not self._io.submit(lambda: done(self._collect(wanted)), urgent=True):
+        result = self._from_memory(wanted)
+        if result is not None:
+            done(result)
+        elif not self._io.submit(lambda: done(self._read(wanted)), urgent=True):
             done(FetchResult.refused(StoreClosed("the store is closed")))
 
     def fetch_now(self, records: Sequence[RecordId]) -> FetchResult:
         """`fetch` that waits for its result; the caller must hold no lock that a `done` callback takes."""
-        return self._io.call(partial(self._collect, tuple(records)))
+        wanted = tuple(records)
+        return self._from_memory(wanted) or self._io.call(partial(self._read, wanted))
 
     # Maintenance
 
@@ -259,7 +268,38 @@ class TieredStore:
             f" files={stats.file_bytes} pinned={stats.pinned}>"
         )
 
-    # Placement; REQUIRES: lock is held
+    def _from_memory(self, records: tuple[RecordId, ...]) -> FetchResult | None:
+        """The answer if it takes no disk, else None."""
+        with self._lock:
+            found = self._find(records)
+            if isinstance(found, FetchResult):
+                return found
+            payloads = [payload for _, _, payload, _ in found if payload is not None]
+            if len(payloads) < len(found):
+                return None
+            return self._served([(entry, tier) for entry, tier, _, _ in found], payloads)
+
+    # REQUIRES, from here to the next such line: lock is held
+
+    def _find(self, records: tuple[RecordId, ...]) -> list[_Source] | FetchResult:
+        """Where each record is at this moment, or the refusal of the first that is nowhere."""
+        if self._closed:
+            return FetchResult.refused(StoreClosed("the store is closed"))
+        found: list[_Source] = []
+        for record in records:
+            entry = self._index.get(record)
+            if entry is None:
+                self._tally.missing += 1
+                return FetchResult.refused(MissingRecord(record, "not held"))
+            found.append((entry, entry.tier, entry.payload, entry.extent))
+        return found
+
+    def _served(self, sources: list[tuple[Entry, Tier]], payloads: list[Buffer]) -> FetchResult:
+        for entry, tier in sources:
+            self._tally.add(("read", tier), entry.size)
+        return FetchResult(
+            payloads=payloads, tiers=[tier for _, tier in sources], sizes=[entry.size for entry, _ in sources]
+        )
 
     def _admit(self, record: RecordId, data: Buffer, *, explicit: bool) -> PutResult:
         if self._closed:
@@ -328,7 +368,7 @@ class TieredStore:
         self._tally.write_errors += 1
         self._tally.last_error = f"{type(error).__name__}: {error}"
 
-    # I/O; REQUIRES: I/O thread, lock is not held
+    # REQUIRES, from here on: the I/O thread, or nobody else in its place; lock is not held
 
     def _write(self, entry: Entry) -> None:
         with self._lock:
@@ -420,18 +460,11 @@ class TieredStore:
         for extent in released:
             self._segments.release(extent)
 
-    def _collect(self, records: tuple[RecordId, ...]) -> FetchResult:
+    def _read(self, records: tuple[RecordId, ...]) -> FetchResult:
         with self._lock:
-            if self._closed:
-                return FetchResult.refused(StoreClosed("the store is closed"))
-            entries: list[Entry] = []
-            for record in records:
-                entry = self._index.get(record)
-                if entry is None:
-                    self._tally.missing += 1
-                    return FetchResult.refused(MissingRecord(record, "not held"))
-                entries.append(entry)
-            found = [(entry, entry.tier, entry.payload, entry.extent) for entry in entries]
+            found = self._find(records)
+        if isinstance(found, FetchResult):
+            return found
         payloads: list[Buffer] = []
         for entry, _, payload, extent in found:
             if extent is not None:
@@ -444,11 +477,7 @@ class TieredStore:
             assert payload is not None, "a record without an extent has its payload in memory"
             payloads.append(payload)
         with self._lock:
-            for entry, tier, _, _ in found:
-                self._tally.add(("read", tier), entry.size)
-        return FetchResult(
-            payloads=payloads, tiers=[tier for _, tier, _, _ in found], sizes=[len(payload) for payload in payloads]
-        )
+            return self._served([(entry, tier) for entry, tier, _, _ in found], payloads)
 
     def _drop_bad(self, entry: Entry, error: RecordError) -> None:
         with self._lock:
