@@ -94,6 +94,10 @@ class Config:
                     raise ConfigError(f"{option.variable}: {error}") from None
             if given is not None:
                 values[option.name] = given
+        address = values.get("address")
+        if isinstance(address, str) and address.startswith("unix:"):  # as clients write it
+            values["address"] = ""
+            values.setdefault("unix_socket", _parse_path(address.removeprefix("unix:")))
         values.setdefault("store_dir", default_store_dir())
         values.setdefault("memory_bytes", default_memory_bytes())
         values.setdefault("disk_bytes", default_disk_bytes(values["store_dir"]))
@@ -212,7 +216,7 @@ OPTIONS = (
         _parse_address,
         "HOST:PORT",
         "where to listen: a loopback address, since there is no authentication yet; port 0 takes any free one; "
-        '"none" for a unix socket alone',
+        '"none" or "unix:PATH" for a unix socket alone',
     ),
     Option(
         "unix_socket",

@@ -1,0 +1,576 @@
+"""The prefix cache: the one class that the service uses. Owns the lock around tree, handles and records.
+
+    tokens ─► lookup ─► RestorePlan ─► fetch (I/O thread) ─► state
+    state  ─► commit ─► node + records ─► snapshot handle
+
+Runs without MLX and gRPC. The lock guards tree, handles and bookkeeping and is never held across I/O, so that a fork
+or a rollback on the event loop waits for no decode step and no disk.
+
+Invariants: a plan names only records that the store holds at that moment, pinned until the plan is released; a
+snapshot's node outlives the snapshot; evicting state never ends a handle.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvcache.blocks import BLOCK_TOKENS, block_key, root_key
+from kvcache.layout import CacheLayout
+from kvcache.receipt import MissReason
+from kvcache.records import PutResult, RecordId, RecordKind, Tier
+from kvcache.restore import RestorePlan, needed, plan_restore
+from kvcache.schedule import is_decoded, plan_calls, prefill_schedule, replay_cuts, trimmed_schedule
+from kvcache.snapshots import GoneReason, Snapshot, SnapshotBusy, SnapshotRegistry
+from kvcache.store import TieredStore
+from kvcache.tree import BlockTree, Node
+
+LINEAGE_LIMIT = 1000  # ancestors remembered by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    """What one owner may hold, and for how long. Times in seconds."""
+
+    max_snapshots: int = 10_000
+    max_pinned: int = 100
+    default_ttl: float = 3600.0
+    max_ttl: float = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """How to keep a new snapshot."""
+
+    snapshot_id: str = ""
+    ttl: float | None = None
+    pinned: bool = False
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`."""
+
+    tokens: int  # length of the prompt
+    plan: RestorePlan | None
+    known: int  # tokens that were computed once, whether or not their state can be used
+    diverged_at: int | None  # first position outside every known chain
+    miss_reason: MissReason  # why `plan` stops short of `known`
+    replay: tuple[int, ...] = ()  # cuts to make again on the way
+    kept: tuple[Node, ...] = ()  # places asked for that are stored already, at or before the position
+
+    @property
+    def position(self) -> int:
+        """Tokens whose state can be restored."""
+        return self.plan.position if self.plan else 0
+
+    def without_state(self) -> Lookup:
+        """The same, as if nothing could be read."""
+        return replace(self, plan=None, kept=(), replay=(), miss_reason=MissReason.CORRUPT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Result of handing over the state at one place."""
+
+    node: Node
+    lost: PutResult | None  # the first record that was not accepted, if any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotState:
+    """Where a snapshot's state is at this moment."""
+
+    restorable: int  # deepest position that can be restored
+    on_disk: bool  # part of it must be read from disk
+    checkpointed: int  # deepest full-block boundary that can be restored
+    exclusive_bytes: int
+
+
+class PrefixCache:
+    """Thread-safe. `clock` is monotonic or wall time in seconds, as long as it is always the same."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        layout: CacheLayout,
+        fingerprint: str,
+        *,
+        limits: CacheLimits = CacheLimits(),
+        share_decoded: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self.limits = limits
+        self.share_decoded = share_decoded
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._tree = BlockTree()
+        self._snapshots = SnapshotRegistry(
+            max_per_owner=limits.max_snapshots, max_pinned=limits.max_pinned, forget=self._forget
+        )
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache snapshots={len(self._snapshots)} nodes={len(self._tree)}>"
+
+    # -- lookup ---------------------------------------------------------------------------------------------------
+
+    def lookup(self, owner: str, tokens: Sequence[int], *, base: Node | None, keep: Iterable[int]) -> Lookup:
+        """Where to go on for `tokens`: behind the explicit parent `base` (a prefix of them), or None to match by content.
+
+        `keep` are the places to stand at on the way. Restoring up to the very end is offered with the logits only.
+        """
+        with self._lock:
+            self._forget_lost()
+            if base is not None:
+                found = self._lookup_base(tokens, base)
+            else:
+                found = self._lookup_chain(owner, tokens, set(keep))
+            if found.plan is not None:
+                self.store.pin(found.plan.records)
+                for node in found.plan.nodes:
+                    node.holds += 1
+                self.store.touch(reversed(found.plan.records))
+            return found
+
+    def _lookup_base(self, tokens: Sequence[int], base: Node) -> Lookup:
+        path = base.path()
+        plan = plan_restore(path, self.layout, self._has, target=base.end, more_follows=len(tokens) > base.end)
+        position = plan.position if plan else 0
+        replay = [cut for node in path for cut in replay_cuts(node.start, node.schedule)] + [base.end]
+        return Lookup(
+            tokens=len(tokens),
+            plan=plan,
+            known=base.end,
+            diverged_at=base.end if base.end < len(tokens) else None,
+            miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
+            replay=tuple(cut for cut in replay if cut > position),
+        )
+
+    def _lookup_chain(self, owner: str, tokens: Sequence[int], keep: set[int]) -> Lookup:
+        root = self._tree.root(root_key(self.fingerprint, owner))
+        known_nodes, known = self._tree.known_prefix(root, tokens)
+        ends = [call.end for call in plan_calls(0, len(tokens), keep)]
+        path = self._follow(root, tokens, ends)
+        target = path[-1].end if path else 0
+        kept: list[Node] = []
+        for place in sorted(keep - {len(tokens)}):
+            node = self._kept_at(root, path, tokens, ends, place)
+            if node is None:
+                target = min(target, place - 1)  # it has to be passed again
+                break
+            kept.append(node)
+        plan = None
+        while path and plan is None:
+            plan = plan_restore(path, self.layout, self._has, target=target, more_follows=target < len(tokens))
+            if plan is not None and plan.position != plan.nodes[-1].end:
+                # Only an explicit handle may stand inside a block: a cold run makes no cut there.
+                plan, path = None, path[:-1]
+                target = min(target, path[-1].end) if path else 0
+            elif plan is None:
+                break
+        position = plan.position if plan else 0
+        known = max(known, position)
+        reason = MissReason.NONE
+        if position < known:
+            exact_end = path[-1].end if path else 0
+            elsewhere = len(known_nodes) * BLOCK_TOKENS > exact_end
+            reason = MissReason.PROVENANCE if elsewhere else self._why(path, position, known)
+        return Lookup(
+            tokens=len(tokens),
+            plan=plan,
+            known=known,
+            diverged_at=known if known < len(tokens) else None,
+            miss_reason=reason,
+            kept=tuple(node for node in kept if node.end <= position)
+            + ((plan.nodes[-1],) if plan and position in keep and position == len(tokens) else ()),
+        )
+
+    def _kept_at(
+        self, root: Node, path: Sequence[Node], tokens: Sequence[int], ends: Sequence[int], place: int
+    ) -> Node | None:
+        """The node that stands at `place` with logits, if all of it is stored."""
+        depth, inside = divmod(place, BLOCK_TOKENS)
+        if depth > len(path):
+            return None
+        base = path[depth - 1] if depth else root
+        node: Node | None = base
+        if inside:
+            start = base.end
+            cuts = [e for e in ends if start < e < place]
+            node = self._tree.get(block_key(base.key, tokens[start:place], prefill_schedule(start, place, cuts)))
+        if node is None or node.parent is None:
+            return None
+        stored = self._restorable(node) and self._has(RecordId(node.key, RecordKind.LOGITS))
+        return node if stored else None
+
+    def _follow(self, root: Node, tokens: Sequence[int], ends: Sequence[int]) -> list[Node]:
+        """The chain of known nodes that this very schedule would make."""
+        path: list[Node] = []
+        node = root
+        while node.end < len(tokens):
+            start, end = node.end, min(node.end + BLOCK_TOKENS, len(tokens))
+            inside = [e for e in ends if start < e < end]
+            block = tokens[start:end]
+            following = self._tree.get(block_key(node.key, block, prefill_schedule(start, end, inside)))
+            if following is None and self.share_decoded and end - start == BLOCK_TOKENS:
+                following = next(
+                    (c for c in node.children if is_decoded(c.schedule) and list(c.tokens) == list(block)), None
+                )
+            if following is None:
+                break
+            path.append(following)
+            node = following
+        return path
+
+    def _why(self, path: Sequence[Node], position: int, known: int) -> MissReason:
+        """Why the path could not be used up to `known`."""
+        if known - position < BLOCK_TOKENS and (not path or path[-1].end <= position or path[-1].is_tail):
+            tail = path[-1] if path and path[-1].end > position else None
+            if tail is None or tail.lost is MissReason.NOT_WRITTEN:
+                return MissReason.BETWEEN_CHECKPOINTS
+        for node in path:
+            if node.end > position and any(not self._has(RecordId(node.source, k)) for k in self.layout.kinds):
+                return node.lost
+        return MissReason.BETWEEN_CHECKPOINTS
+
+    def release(self, lookup: Lookup) -> None:
+        """Lets go of what `lookup` pinned. Call it once, after the state was read or the work was given up."""
+        if lookup.plan is None:
+            return
+        with self._lock:
+            self.store.unpin(lookup.plan.records)
+            for node in reversed(lookup.plan.nodes):
+                self._unhold(node)
+
+    # -- commit ---------------------------------------------------------------------------------------------------
+
+    def root(self, owner: str) -> Node:
+        """The empty prefix of an owner."""
+        with self._lock:
+            return self._tree.root(root_key(self.fingerprint, owner))
+
+    def wants(self, parent: Node, tokens: Sequence[int], schedule: bytes, *, logits: bool) -> tuple[RecordKind, ...]:
+        """The record kinds of a place that are not stored yet, so that nobody copies state for nothing."""
+        kinds = self.layout.kinds + ((RecordKind.LOGITS,) if logits else ())
+        with self._lock:
+            node = self._tree.get(block_key(parent.key, tokens, schedule))
+            if node is None:
+                return kinds
+            return tuple(kind for kind in kinds if not self._has(RecordId(node.key, kind)))
+
+    def commit(
+        self,
+        parent: Node,
+        tokens: Sequence[int],
+        schedule: bytes,
+        payloads: Mapping[RecordKind, bytes | bytearray],
+        *,
+        explicit: bool,
+    ) -> Commit:
+        """Takes over the state behind `parent` + `tokens`. The node is held once for the caller: `let_go` it."""
+        with self._lock:
+            self._forget_lost()
+            node = self._tree.add(parent, tokens, schedule)
+            node.holds += 1
+        lost: PutResult | None = None
+        for kind, payload in payloads.items():
+            result = self.store.put(RecordId(node.key, kind), payload, explicit=explicit)
+            if not result.held and lost is None:
+                lost = result
+        if lost is not None:
+            node.lost = MissReason.NOT_WRITTEN
+        return Commit(node=node, lost=lost)
+
+    def hold(self, node: Node) -> Node:
+        """Keeps `node` known; pairs with `let_go`."""
+        with self._lock:
+            node.holds += 1
+        return node
+
+    def let_go(self, node: Node) -> None:
+        with self._lock:
+            self._unhold(node)
+
+    # -- snapshots ------------------------------------------------------------------------------------------------
+
+    def add_snapshot(self, owner: str, node: Node, keep: Keep, *, parent: Snapshot | None) -> Snapshot:
+        """Names the prefix that ends at `node`. Raises TakenSnapshotId or SnapshotLimit; then nothing has changed."""
+        assert node.parent is not None, "the empty prefix has no name"
+        now = self._clock()
+        ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
+        lineage = ((*parent.lineage, parent.id) if parent else ())[-LINEAGE_LIMIT:]
+        snapshot = Snapshot(
+            id=keep.snapshot_id or new_snapshot_id(),
+            owner=owner,
+            node=node,
+            lineage=lineage,
+            created=now,
+            last_use=now,
+            ttl=ttl,
+            expires=now + ttl,
+            pinned=keep.pinned,
+            labels=dict(keep.labels),
+        )
+        with self._lock:
+            self._snapshots.expire(now)
+            self._snapshots.add(snapshot)
+            node.holds += 1
+            if snapshot.pinned:
+                self.store.pin(self._records_of(snapshot))
+        return snapshot
+
+    def check_room(self, owner: str, *, count: int, pinned: int) -> None:
+        """Raises SnapshotLimit if so many more snapshots would not fit."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            self._snapshots.check_room(owner, count=count, pinned=pinned)
+
+    def snapshot(self, owner: str, snapshot_id: str) -> Snapshot:
+        """Raises UnknownSnapshot or GoneSnapshot."""
+        with self._lock:
+            return self._snapshots.find(owner, snapshot_id, self._clock())
+
+    def use(self, owner: str, snapshot_id: str) -> Snapshot:
+        """The snapshot, counted as in use until `unuse`: it neither expires nor can be deleted unawares."""
+        with self._lock:
+            snapshot = self._snapshots.find(owner, snapshot_id, self._clock())
+            snapshot.uses += 1
+            snapshot.touch(self._clock())
+            return snapshot
+
+    def unuse(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            snapshot.uses -= 1
+            snapshot.touch(self._clock())
+
+    def snapshots(self, owner: str) -> list[Snapshot]:
+        """Oldest first."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            return self._snapshots.of(owner)
+
+    def all_snapshots(self) -> list[Snapshot]:
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            return list(self._snapshots)
+
+    def descendants(self, snapshot: Snapshot) -> list[Snapshot]:
+        with self._lock:
+            return self._snapshots.descendants(snapshot)
+
+    def abandoned_by(self, source: Snapshot, cut: int) -> list[Snapshot]:
+        """What a rollback of `source` to `cut` gives up."""
+        with self._lock:
+            return self._snapshots.abandoned_by(source, cut)
+
+    def delete(self, snapshot: Snapshot, reason: GoneReason = GoneReason.DELETED, *, in_use_ok: bool = False) -> None:
+        """Ends a name. Raises SnapshotBusy while calls read from it, unless `in_use_ok`."""
+        with self._lock:
+            if snapshot.uses and not in_use_ok:
+                raise SnapshotBusy(snapshot.id, snapshot.uses)
+            self._snapshots.drop(snapshot, reason, self._clock())
+
+    def update(
+        self,
+        snapshot: Snapshot,
+        *,
+        labels: Mapping[str, str] | None = None,
+        expires: float | None = None,
+        ttl: float | None = None,
+        pinned: bool | None = None,
+    ) -> None:
+        """Changes what can change. Raises SnapshotLimit when one pin too many is asked for; then nothing has changed."""
+        with self._lock:
+            if pinned and not snapshot.pinned:
+                self._snapshots.check_room(snapshot.owner, count=0, pinned=1, snapshot_id=snapshot.id)
+                self.store.pin(self._records_of(snapshot))
+            if pinned is False and snapshot.pinned:
+                self.store.unpin(self._records_of(snapshot))
+            if pinned is not None:
+                snapshot.pinned = pinned
+            if labels is not None:
+                snapshot.labels = dict(labels)
+            now = self._clock()
+            if ttl is not None:
+                snapshot.ttl = min(ttl, self.limits.max_ttl)
+                snapshot.expires = now + snapshot.ttl
+            if expires is not None:
+                snapshot.expires = min(expires, now + self.limits.max_ttl)
+
+    def extend(self, snapshot: Snapshot, ttl: float | None) -> None:
+        """More time from now on; never less than promised."""
+        with self._lock:
+            if ttl is not None:
+                snapshot.ttl = min(ttl, self.limits.max_ttl)
+            snapshot.expires = max(snapshot.expires, self._clock() + snapshot.ttl)
+
+    def cut(self, node: Node, position: int) -> Node | None:
+        """A node that ends exactly at `position` of `node`'s prefix and needs no compute; None if there is none.
+
+        Held once for the caller. That is a node on the path, a kept tail in the same place, or, where every layer
+        keeps every token, a block trimmed to size.
+        """
+        with self._lock:
+            path = node.path()
+            base = node.ancestor_at(position)
+            if base.end == position:
+                found: Node | None = base if self._restorable(base) else None
+            else:
+                through = next(n for n in path if n.start < position <= n.end)
+                head = through.tokens[: position - through.start]
+                found = through if through.end == position and self._restorable(through) else None
+                if found is None:
+                    # A tail made in passing (a mark, a snapshot) lies on this path if the block went on from it.
+                    for tail in base.children:
+                        if tail.end == position and tail.tokens == head and self._passes(tail, through):
+                            found = tail if self._restorable(tail) else found
+                if found is None and self.layout.trimmable and self._has(RecordId(through.source, RecordKind.FULL)):
+                    found = self._tree.add(base, head, trimmed_schedule(through.source))
+                    found.source = through.source
+            if found is not None:
+                found.holds += 1
+            return found
+
+    def hold_base(self, node: Node, position: int) -> Node:
+        """The deepest place on `node`'s path before `position` that can be restored, else the root. Held once."""
+        with self._lock:
+            stored = self.checkpoints_before(node, position)
+            found = self.cut(node, stored) if stored else None
+            return found if found is not None else self.hold(node.ancestor_at(0))
+
+    def checkpoints_before(self, node: Node, position: int) -> int:
+        """The deepest stored position at or before `position` on `node`'s path, kept tails included; 0 if none."""
+        with self._lock:
+            best = 0
+            path = node.path()
+            for depth, here in enumerate(path):
+                if here.start >= position:
+                    break
+                if here.end <= position and self._restorable(here):
+                    best = max(best, here.end)
+                base = path[depth - 1] if depth else here.parent
+                assert base is not None
+                for tail in base.children:
+                    if tail.is_tail and best < tail.end <= position and self._passes(tail, here):
+                        best = tail.end if self._restorable(tail) else best
+            return best
+
+    @staticmethod
+    def _passes(tail: Node, through: Node) -> bool:
+        """Whether `tail` is a state of the same tokens that the run behind `through` may be cut to.
+
+        A prefilled tail always is: it is what a cold run that stops there computes. A decoded one only if the same
+        generation made both.
+        """
+        length = len(tail.tokens)
+        if length > len(through.tokens) or tail.tokens != through.tokens[:length]:
+            return False
+        return not is_decoded(tail.schedule) or tail.schedule == through.schedule
+
+    def state_of(self, snapshot: Snapshot) -> SnapshotState:
+        """Where the state behind a name is now."""
+        with self._lock:
+            path = snapshot.node.path()
+            end = snapshot.node.end
+            plan = plan_restore(path, self.layout, self._has, target=end, more_follows=True)
+            tiers = {self.store.locate(record) for record in plan.records} if plan else set()
+            full = [node for node in path if not node.is_tail]
+            grid = plan_restore(full, self.layout, self._has, target=full[-1].end, more_follows=True) if full else None
+            return SnapshotState(
+                restorable=plan.position if plan else 0,
+                on_disk=Tier.DISK in tiers,
+                checkpointed=grid.position if grid else 0,
+                exclusive_bytes=self._exclusive_bytes(snapshot.node),
+            )
+
+    def rehome(self, snapshot: Snapshot, node: Node) -> None:
+        """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""
+        with self._lock:
+            if node is snapshot.node or self._snapshots_gone(snapshot):
+                return
+            assert node.end == snapshot.node.end and node.content == snapshot.node.content
+            pinned = snapshot.pinned
+            if pinned:
+                self.store.unpin(self._records_of(snapshot))
+            old, snapshot.node = snapshot.node, node
+            node.holds += 1
+            if pinned:
+                self.store.pin(self._records_of(snapshot))
+            self._unhold(old)
+
+    def sweep(self) -> None:
+        """Ends what is over and forgets what the store lost; call it now and then."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            self._forget_lost()
+
+    # -- inside the lock ------------------------------------------------------------------------------------------
+
+    def _has(self, record: RecordId) -> bool:
+        return self.store.locate(record) is not None
+
+    def _restorable(self, node: Node) -> bool:
+        return all(self._has(record) for record, _ in needed(node.path(), self.layout, logits=False))
+
+    def _records_of(self, snapshot: Snapshot) -> list[RecordId]:
+        return [record for record, _ in needed(snapshot.node.path(), self.layout, logits=True)]
+
+    def _snapshots_gone(self, snapshot: Snapshot) -> bool:
+        return all(s is not snapshot for s in self._snapshots.of(snapshot.owner))
+
+    def _exclusive_bytes(self, node: Node) -> int:
+        total = 0
+        here = node
+        while here.parent is not None and here.holds <= 1 and len(here.children) <= (0 if here is node else 1):
+            if here is not node and here.holds > 0:
+                break
+            for kind in (*self.layout.kinds, RecordKind.LOGITS):
+                total += self.store.size(RecordId(here.key, kind)) or 0
+            here = here.parent
+        return total
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Called by the registry, in the lock, when a name ends."""
+        if snapshot.pinned:
+            self.store.unpin(self._records_of(snapshot))
+        self._unhold(snapshot.node)
+
+    def _unhold(self, node: Node) -> None:
+        node.holds -= 1
+        assert node.holds >= 0, node
+        if node.holds == 0 and node.is_tail:
+            # A tail serves its snapshot alone; full blocks stay, as long as the store keeps them.
+            self.store.delete([RecordId(node.key, kind) for kind in (*self.layout.kinds, RecordKind.LOGITS)])
+        self._prune(node)
+
+    def _prune(self, node: Node) -> None:
+        todo = [node]
+        while todo:
+            here = todo.pop()
+            if here.parent is None or here.holds or here.children or self._tree.get(here.key) is not here:
+                continue
+            if any(self._has(RecordId(here.key, kind)) for kind in (*self.layout.kinds, RecordKind.LOGITS)):
+                continue
+            todo += self._tree.discard(here)
+
+    def _forget_lost(self) -> None:
+        """Takes note of records that the store gave up."""
+        for record in self.store.drain_evicted():
+            node = self._tree.get(record.key)
+            if node is not None:
+                node.lost = MissReason.EVICTED
+                self._prune(node)
+
+
+def new_snapshot_id() -> str:
+    """128 random bits, in the alphabet that callers' ids have."""
+    number = int.from_bytes(secrets.token_bytes(16), "big")
+    alphabet = "0123456789abcdefghijklmnopqrstuv"
+    return "s" + "".join(alphabet[number >> shift & 31] for shift in range(125, -1, -5))

@@ -1,0 +1,56 @@
+"""What a model's cache is made of. Owns layer kinds and which records a position needs; knows nothing of MLX."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvcache.records import RecordKind
+
+
+class LayerKind(enum.Enum):
+    """How a layer remembers."""
+
+    FULL = "full"  # keys and values of every token
+    WINDOW = "window"  # the last `window` tokens
+    STATE = "state"  # recurrent: only the newest value
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One cache object of the model. `window` is in tokens and 0 unless the kind is WINDOW."""
+
+    kind: LayerKind
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The layers in order."""
+
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def window(self) -> int:
+        """The widest window in tokens; 0 without window layers."""
+        return max((layer.window for layer in self.layers), default=0)
+
+    @property
+    def kinds(self) -> tuple[RecordKind, ...]:
+        """The record kinds that a block of this model has."""
+        have = {layer.kind for layer in self.layers}
+        pairs = (
+            (LayerKind.FULL, RecordKind.FULL),
+            (LayerKind.WINDOW, RecordKind.WINDOW),
+            (LayerKind.STATE, RecordKind.STATE),
+        )
+        return tuple(record for kind, record in pairs if kind in have)
+
+    @property
+    def trimmable(self) -> bool:
+        """Can be cut at any position without recompute: every layer keeps every token."""
+        return all(layer.kind is LayerKind.FULL for layer in self.layers)
+
+    def describe(self) -> str:
+        """A stable text for the fingerprint, such as `full,window:512`."""
+        return ",".join(s.kind.value + (f":{s.window}" if s.window else "") for s in self.layers)

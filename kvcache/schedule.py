@@ -1,0 +1,85 @@
+"""The canonical schedule. Owns where a prefill is cut and how the cuts are written into block keys; pure.
+
+The KV of a token depends, in the last bits, on how the prefill was cut. So the cuts are a function of absolute
+positions only: multiples of 256, and *stops* (declared marks, a snapshot's end, the prompt's end). A warm run that
+starts at any cut makes exactly the calls that a cold run makes from there.
+
+A stop also yields next-token logits. Models return logits for every position of a call, and over a 262k vocabulary
+that costs more than the call itself, so a long call that ends in a stop gives its last token a call of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcache.blocks import BLOCK_TOKENS
+
+NONCE_BYTES = 16
+
+LOGITS_TOKENS = 32
+"""Longest call whose logits are taken whole; a longer one ends one token early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model call over tokens [start, end). `stop`: its last position's logits and state are wanted."""
+
+    start: int
+    end: int
+    stop: bool
+
+
+def plan_calls(start: int, end: int, stops: Iterable[int], replay: Iterable[int] = ()) -> list[Call]:
+    """The calls that prefill [start, end), in order.
+
+    `stops` are the places to keep; `end` is always one. `replay` are places where an earlier run cut, to be cut again
+    so that the same state results.
+    """
+    wanted = {p for p in stops if start < p <= end} | {end}
+    fixed = {start, end} | wanted | {p for p in replay if start < p < end}
+    fixed |= set(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
+    calls: list[Call] = []
+    ordered = sorted(fixed)
+    for left, right in zip(ordered, ordered[1:], strict=False):
+        if right in wanted and right - left > LOGITS_TOKENS:
+            calls.append(Call(left, right - 1, stop=False))
+            left = right - 1
+        calls.append(Call(left, right, stop=right in wanted))
+    return calls
+
+
+def prefill_schedule(block_start: int, block_end: int, ends: Iterable[int]) -> bytes:
+    """How a block was prefilled: the offsets of call ends strictly inside it."""
+    return b"P" + bytes(sorted({e - block_start for e in ends if block_start < e < block_end}))
+
+
+def decode_schedule(nonce: bytes) -> bytes:
+    """A block with decoded tokens in it. The batch's other rows are part of how it came about, so no two are equal."""
+    assert len(nonce) == NONCE_BYTES
+    return b"D" + nonce
+
+
+def trimmed_schedule(source: bytes) -> bytes:
+    """A block cut short from a longer one that was computed whole."""
+    return b"T" + source
+
+
+def continued_schedule(tail: bytes, block_start: int, tail_end: int, block_end: int, ends: Iterable[int]) -> bytes:
+    """A block that a run begun at a tail (`tail` is the tail's schedule) took further by prefill."""
+    if tail[:1] == b"P":
+        return prefill_schedule(block_start, block_end, {*replay_cuts(block_start, tail), tail_end, *ends})
+    offsets = bytes(sorted({e - block_start for e in ends if tail_end < e < block_end}))
+    # Same tail, same calls, same bits: the nonce is derived, so that two such runs share the block.
+    return decode_schedule(hashlib.sha256(tail + bytes((tail_end - block_start,)) + offsets).digest()[:NONCE_BYTES])
+
+
+def is_decoded(schedule: bytes) -> bool:
+    """Whether decode (or a trimmed block) had a part in the block: no cold prefill gives the same bits."""
+    return schedule[:1] in (b"D", b"T")
+
+
+def replay_cuts(block_start: int, schedule: bytes) -> list[int]:
+    """Absolute cuts inside a prefilled block, to be made again when it has to be computed again."""
+    return [block_start + offset for offset in schedule[1:]] if schedule[:1] == b"P" else []

@@ -1,0 +1,198 @@
+"""Snapshot handles. Owns which names exist, whose they are and when they end; knows nothing of records or MLX.
+
+Tokens are the truth, state is a cache: nothing here depends on whether the state behind a name is still stored. Only
+expiry, deletion, or a rollback that releases ends a name. Gone names leave a tombstone for an hour, so that a caller
+can tell "expired" from "never existed". Not thread-safe: `kvcache.cache` holds the lock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvcache.tree import Node
+
+TOMBSTONE_SECONDS = 3600.0
+TOMBSTONE_LIMIT = 10_000  # of all owners together; the oldest go first
+
+
+class GoneReason(enum.Enum):
+    """Why a name ended; the value is the stable reason that callers see."""
+
+    DELETED = "SNAPSHOT_DELETED"
+    ROLLED_BACK = "SNAPSHOT_ROLLED_BACK"
+    EXPIRED = "SNAPSHOT_EXPIRED"
+
+
+class SnapshotError(Exception):
+    """Base of what can be wrong with a name."""
+
+    def __init__(self, snapshot_id: str, text: str) -> None:
+        super().__init__(text)
+        self.snapshot_id = snapshot_id
+
+
+class UnknownSnapshot(SnapshotError):
+    """Never existed, or belongs to somebody else: the two are told apart nowhere."""
+
+
+class GoneSnapshot(SnapshotError):
+    """Existed once."""
+
+    def __init__(self, snapshot_id: str, reason: GoneReason, when: float) -> None:
+        super().__init__(snapshot_id, f"snapshot {snapshot_id} is gone: {reason.value}")
+        self.reason = reason
+        self.when = when
+
+
+class TakenSnapshotId(SnapshotError):
+    """The chosen id names another snapshot already."""
+
+
+class SnapshotLimit(SnapshotError):
+    """The owner has as many snapshots, or pinned ones, as allowed."""
+
+    def __init__(self, snapshot_id: str, *, limit: int, pinned: bool) -> None:
+        what = "pinned snapshots" if pinned else "snapshots"
+        super().__init__(snapshot_id, f"the limit of {limit} {what} is reached")
+        self.limit = limit
+        self.pinned = pinned
+
+
+class SnapshotBusy(SnapshotError):
+    """Calls are reading from it."""
+
+    def __init__(self, snapshot_id: str, uses: int) -> None:
+        super().__init__(snapshot_id, f"snapshot {snapshot_id} is in use by {uses} call(s)")
+        self.uses = uses
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """A name for the prefix that ends at `node`. The prefix never changes; the times, labels and pin may."""
+
+    id: str
+    owner: str
+    node: Node
+    lineage: tuple[str, ...]  # ids it was derived from, oldest first; they may be gone
+    created: float
+    last_use: float
+    ttl: float  # idle seconds to live
+    expires: float  # a promise: never earlier than this
+    pinned: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
+    uses: int = 0
+
+    @property
+    def token_count(self) -> int:
+        return self.node.end
+
+    @property
+    def parent(self) -> str:
+        """The id it was derived from, or ""."""
+        return self.lineage[-1] if self.lineage else ""
+
+    def touch(self, now: float) -> None:
+        """Counts as use: pushes the expiry out, never in."""
+        self.last_use = max(self.last_use, now)
+        self.expires = max(self.expires, now + self.ttl)
+
+
+class SnapshotRegistry:
+    """Names of all owners."""
+
+    def __init__(self, *, max_per_owner: int, max_pinned: int, forget: Callable[[Snapshot], None]) -> None:
+        self._by_id: dict[tuple[str, str], Snapshot] = {}
+        self._by_owner: dict[str, dict[str, Snapshot]] = {}
+        self._tombs: OrderedDict[tuple[str, str], tuple[GoneReason, float]] = OrderedDict()
+        self._max_per_owner = max_per_owner
+        self._max_pinned = max_pinned
+        self._forget = forget
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(list(self._by_id.values()))
+
+    def find(self, owner: str, snapshot_id: str, now: float) -> Snapshot:
+        """The live snapshot. Raises UnknownSnapshot or GoneSnapshot."""
+        snapshot = self._by_id.get((owner, snapshot_id))
+        if snapshot is not None and self._is_over(snapshot, now):
+            self.drop(snapshot, GoneReason.EXPIRED, now)
+            snapshot = None
+        if snapshot is not None:
+            return snapshot
+        tomb = self._tombs.get((owner, snapshot_id))
+        if tomb is not None and now - tomb[1] < TOMBSTONE_SECONDS:
+            raise GoneSnapshot(snapshot_id, tomb[0], tomb[1])
+        raise UnknownSnapshot(snapshot_id, f"no snapshot {snapshot_id}")
+
+    def check_room(self, owner: str, *, count: int, pinned: int, snapshot_id: str = "") -> None:
+        """Raises SnapshotLimit if `count` more names, `pinned` of them pinned, would be too many."""
+        have = self._by_owner.get(owner, {})
+        if len(have) + count > self._max_per_owner:
+            raise SnapshotLimit(snapshot_id, limit=self._max_per_owner, pinned=False)
+        if pinned and sum(s.pinned for s in have.values()) + pinned > self._max_pinned:
+            raise SnapshotLimit(snapshot_id, limit=self._max_pinned, pinned=True)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Raises TakenSnapshotId or SnapshotLimit; then nothing has changed."""
+        if (snapshot.owner, snapshot.id) in self._by_id:
+            raise TakenSnapshotId(snapshot.id, f"snapshot id {snapshot.id} is taken")
+        self.check_room(snapshot.owner, count=1, pinned=int(snapshot.pinned), snapshot_id=snapshot.id)
+        self._by_id[snapshot.owner, snapshot.id] = snapshot
+        self._by_owner.setdefault(snapshot.owner, {})[snapshot.id] = snapshot
+        self._tombs.pop((snapshot.owner, snapshot.id), None)
+
+    def drop(self, snapshot: Snapshot, reason: GoneReason, now: float) -> None:
+        """Ends a name. Dropping twice is harmless."""
+        if self._by_id.pop((snapshot.owner, snapshot.id), None) is None:
+            return
+        owned = self._by_owner[snapshot.owner]
+        del owned[snapshot.id]
+        if not owned:
+            del self._by_owner[snapshot.owner]
+        self._tombs[snapshot.owner, snapshot.id] = (reason, now)
+        while len(self._tombs) > TOMBSTONE_LIMIT or (
+            self._tombs and now - next(iter(self._tombs.values()))[1] >= TOMBSTONE_SECONDS
+        ):
+            self._tombs.popitem(last=False)
+        self._forget(snapshot)
+
+    def of(self, owner: str) -> list[Snapshot]:
+        """The owner's snapshots, oldest first."""
+        return sorted(self._by_owner.get(owner, {}).values(), key=lambda s: (s.created, s.id))
+
+    def descendants(self, of: Snapshot) -> list[Snapshot]:
+        """Snapshots of the same owner derived from `of`, directly or through names that may be gone."""
+        return [s for s in self.of(of.owner) if of.id in s.lineage]
+
+    def abandoned_by(self, source: Snapshot, cut: int) -> list[Snapshot]:
+        """What a rollback of `source` to `cut` gives up: the source's own branch beyond the cut and all it led to.
+
+        Siblings that share the kept prefix are not part of it.
+        """
+        branch = {source.id}
+        for ancestor_id in source.lineage:
+            ancestor = self._by_id.get((source.owner, ancestor_id))
+            if ancestor is not None and ancestor.token_count > cut:
+                branch.add(ancestor_id)
+        return [
+            s
+            for s in self.of(source.owner)
+            if not s.pinned and s.token_count > cut and (s.id in branch or branch.intersection(s.lineage))
+        ]
+
+    def expire(self, now: float) -> list[Snapshot]:
+        """Ends every name whose time is over and which nobody uses."""
+        over = [s for s in self._by_id.values() if self._is_over(s, now)]
+        for snapshot in over:
+            self.drop(snapshot, GoneReason.EXPIRED, now)
+        return over
+
+    @staticmethod
+    def _is_over(snapshot: Snapshot, now: float) -> bool:
+        return not snapshot.pinned and snapshot.uses == 0 and snapshot.expires <= now

@@ -1,0 +1,87 @@
+"""The composition root: builds every object and brackets its life. May import everything; only the CLI imports it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvcache.cache import CacheLimits, PrefixCache
+from kvcache.store import StoreConfig, TieredStore
+from service.config import Config
+from service.core import Core, Loaded
+from service.events import ModelState, ModelView
+from service.rpc.server import serve
+from service.text.tokens import TextCodec
+
+log = logging.getLogger("kvfork")
+
+FALLBACK_TEMPERATURE = 0.7  # where the model names none
+QUEUE_BYTES = 256 << 20  # state on its way to disk; explicit snapshots may double it
+
+
+def loader(config: Config, folder: Path, model_name: str) -> Callable[[], Loaded]:
+    """Loads `folder`; to be called on the engine thread."""
+
+    def load() -> Loaded:
+        from service.engine import cpu
+
+        cpu.prepare()
+        from service.engine.loading import load as load_model
+        from service.engine.mlx_engine import MlxEngine
+
+        log.info("loading %s from %s", model_name, folder)
+        model, facts = load_model(folder)
+        store = TieredStore(
+            StoreConfig(
+                directory=config.store_dir,
+                memory_bytes=config.memory_bytes,
+                disk_bytes=config.disk_bytes,
+                queue_bytes=min(QUEUE_BYTES, config.memory_bytes // 4),
+            )
+        )
+        store.start()
+        cache = PrefixCache(
+            store,
+            facts.layout,
+            facts.fingerprint,
+            limits=CacheLimits(
+                max_snapshots=config.max_snapshots,
+                max_pinned=config.max_pinned,
+                default_ttl=config.default_ttl,
+                max_ttl=config.max_ttl,
+            ),
+            share_decoded=config.share_decoded,
+        )
+        codec = TextCodec.load(folder)
+        view = ModelView(
+            name=f"models/{model_name}",
+            state=ModelState.READY,
+            fingerprint=facts.fingerprint,
+            context_tokens=facts.context_tokens,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=tuple(sorted(codec.eos_ids)),
+            trimmable=facts.layout.trimmable,
+            bytes_per_token=facts.bytes_per_token,
+            default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
+            default_top_p=1.0 if facts.top_p is None else facts.top_p,
+            default_top_k=facts.top_k or 0,
+        )
+        return Loaded(engine=MlxEngine(model, facts.layout), cache=cache, codec=codec, view=view)
+
+    return load
+
+
+async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
+    """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code."""
+    core = Core(config, model_name, loader(config, folder, model_name))
+    await core.start()
+    try:
+        return await serve(core, config, ready=ready)
+    finally:
+        await core.close()
+
+
+def main(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
+    return asyncio.run(run(config, folder, model_name, ready))

@@ -1,0 +1,107 @@
+"""From a model folder to a model in memory. Owns dtype, layout and fingerprint; runs on the engine thread.
+
+The fingerprint names everything that a stored state depends on: weights, tokenizer, template, adapter, compute dtype,
+cache layout, and the versions of the code that computes. Another fingerprint never reads the state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from kvcache.layout import CacheLayout, LayerKind
+from service.engine import cpu
+
+log = logging.getLogger("kvfork.loading")
+
+_READ = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the service needs to know of a loaded model."""
+
+    layout: CacheLayout
+    fingerprint: str
+    context_tokens: int
+    vocab_size: int
+    bytes_per_token: int  # of state, for layers that keep every token
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+
+
+def load(folder: Path):
+    """(model, ModelFacts). Raises UnsupportedLayer by name, or upstream's error on a folder that is no model."""
+    mx = cpu.mlx()
+    from mlx.utils import tree_map
+
+    from service.engine.layers import layout_of
+    from service.engine.upstream import load_model, make_prompt_cache
+
+    report = cpu.prepare()
+    model, config = load_model(folder, lazy=True)
+    if report.compute_dtype == "float32" and "quantization" not in config:
+        # Half precision products are fifty times slower on a CPU.
+        model.update(
+            tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
+        )
+    mx.eval(model.parameters())
+    layout = layout_of(make_prompt_cache(model))
+    generation = _generation_config(folder)
+    text = config.get("text_config", config)
+    facts = ModelFacts(
+        layout=layout,
+        fingerprint=fingerprint_of(folder, layout, report.compute_dtype or "stored"),
+        context_tokens=int(text.get("max_position_embeddings") or 4096),
+        vocab_size=_vocab_size(model, text),
+        bytes_per_token=_bytes_per_token(model, layout, mx),
+        temperature=generation.get("temperature"),
+        top_p=generation.get("top_p"),
+        top_k=generation.get("top_k"),
+    )
+    return model, facts
+
+
+def fingerprint_of(folder: Path, layout: CacheLayout, dtype: str) -> str:
+    """32 hex digits over every file of the model that decides its state."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt") and path.name != "kvfork.json":
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                while block := file.read(_READ):
+                    digest.update(block)
+    for fact in (layout.describe(), dtype, version("mlx"), version("mlx-lm"), "kvfork-state-1"):
+        digest.update(b"\0" + fact.encode())
+    return digest.hexdigest()[:32]
+
+
+def _generation_config(folder: Path) -> dict:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    config = json.loads(path.read_text())
+    return config if config.get("do_sample", True) else {"temperature": 0.0}
+
+
+def _vocab_size(model, text: dict) -> int:
+    """The number of logits, which may exceed the tokenizer's vocabulary."""
+    return int(text.get("vocab_size") or model.args.vocab_size)
+
+
+def _bytes_per_token(model, layout: CacheLayout, mx) -> int:
+    """Measured on one token: what full layers add for every token."""
+    from service.engine.upstream import make_prompt_cache
+
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=caches))
+    total = 0
+    for cache, spec in zip(caches, layout.layers, strict=True):
+        if spec.kind is LayerKind.FULL:
+            total += (cache.keys[..., :1, :].nbytes) + (cache.values[..., :1, :].nbytes)
+    return total

@@ -1,0 +1,162 @@
+"""The engine on MLX: carries out one `StepPlan` with upstream's model code. Decides nothing.
+
+Runs on the engine thread only. A row is either *apart*, with caches of its own in normal form, or in the decode batch.
+Prefill runs apart, one row a call, as the canonical schedule says; decode runs the whole batch in one call.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvcache.layout import CacheLayout
+from service.engine import layers
+from service.engine.sampling import RowSampler, pick_all
+from service.engine.upstream import make_prompt_cache
+from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class _Row:
+    caches: list | None  # None while in the batch
+    sampler: RowSampler | None
+    logits: mx.array | None = None  # (1, vocab), of the last position
+    token: int | None = None  # picked, not yet fed
+
+
+class MlxEngine:
+    """See `service.engine.Engine`."""
+
+    def __init__(self, model, layout: CacheLayout) -> None:
+        self._model = model
+        self._layout = layout
+        self._rows: dict[RowId, _Row] = {}
+        self._batch: list | None = None
+        self._order: list[RowId] = []  # rows of the batch, in its order
+
+    def step(self, plan: StepPlan) -> StepResult:
+        result = StepResult()
+        self._leave(plan.leave)
+        for order in plan.open:
+            self._guard(order.row, result, self._open, order)
+        began = time.perf_counter()
+        for call in plan.prefill:
+            self._guard(call.row, result, self._prefill, call, result)
+        if plan.prefill:
+            result.prefill_seconds = time.perf_counter() - began
+        self._sample([row for row in plan.sample if row not in result.failed], result)
+        if plan.decode is not None:
+            began = time.perf_counter()
+            self._decode(plan.decode, result)
+            result.decode_seconds = time.perf_counter() - began
+        self._close({*plan.close, *result.failed})
+        return result
+
+    def active_bytes(self) -> int:
+        apart = sum(layers.nbytes(row.caches) for row in self._rows.values() if row.caches is not None)
+        return apart + (layers.nbytes(self._batch) if self._batch is not None else 0)
+
+    # -- orders ---------------------------------------------------------------------------------------------------
+
+    def _guard(self, row: RowId, result: StepResult, act, *args) -> None:
+        """Runs one row's order; what it raises ends that row alone."""
+        if row in result.failed:
+            return
+        try:
+            act(*args)
+        except Exception as error:  # whatever a model or a record can raise is this row's end, not the engine's
+            result.failed[row] = error
+
+    def _open(self, order: OpenRow) -> None:
+        sampler = None
+        if order.sampling is not None:
+            sampler = RowSampler(order.sampling, order.top_logprobs, order.context)
+        row = _Row(make_prompt_cache(self._model), sampler)
+        self._rows[order.row] = row
+        if order.restored is not None:
+            row.logits = layers.restore(row.caches, self._layout, order.restored)
+
+    def _prefill(self, call: Prefill, result: StepResult) -> None:
+        row = self._rows[call.row]
+        tokens = mx.array(list(call.tokens), dtype=mx.uint32)[None]
+        logits = self._model(tokens, cache=row.caches)
+        layers.normalise(row.caches)
+        # Without the logits in the list, MLX never computes the head of the model for this call.
+        row.logits = logits[:, -1, :] if call.logits else None
+        mx.eval(layers.live_arrays(row.caches), *([row.logits] if call.logits else []))
+        row.token = None
+        result.prefill_tokens += len(call.tokens)
+        if call.capture is not None:
+            result.captured[call.row] = layers.capture(row.caches, self._layout, call.capture, row.logits)
+
+    def _sample(self, rows: list[RowId], result: StepResult) -> None:
+        if not rows:
+            return
+        logits = mx.concatenate([self._rows[row].logits for row in rows])
+        self._take(rows, pick_all(logits, [self._rows[row].sampler for row in rows]), result)
+
+    def _decode(self, order: Decode, result: StepResult) -> None:
+        self._leave([row for row in self._order if row not in order.rows])
+        rows = [row for row in order.rows if row not in result.failed]
+        try:
+            self._join([row for row in rows if row not in self._order])
+            if not self._order:
+                return
+            tokens = mx.array([self._rows[row].token for row in self._order], dtype=mx.uint32)
+            logits = self._model(tokens[:, None], cache=self._batch)[:, -1, :]
+            picks = pick_all(logits, [self._rows[row].sampler for row in self._order])
+            mx.eval(layers.live_arrays(self._batch))
+            for row, what in order.captures.items():
+                if row in self._order:
+                    index = self._order.index(row)
+                    result.captured[row] = layers.capture_batched(self._batch, index, self._layout, what)
+        except Exception as error:  # the batch's state is unknown now: its rows end, the engine goes on
+            for row in rows:
+                result.failed[row] = error
+            self._batch, self._order = None, []
+            return
+        self._take(list(self._order), picks, result)
+
+    def _take(self, rows: list[RowId], picks: list[Picked | Exception], result: StepResult) -> None:
+        for name, pick in zip(rows, picks, strict=True):
+            if isinstance(pick, Exception):
+                result.failed[name] = pick
+            else:
+                self._rows[name].token = pick.token
+                result.picked[name] = pick
+
+    # -- the batch ------------------------------------------------------------------------------------------------
+
+    def _join(self, rows: list[RowId]) -> None:
+        if not rows:
+            return
+        self._batch = layers.join(self._batch, [self._rows[row].caches for row in rows])
+        self._order += rows
+        for row in rows:
+            self._rows[row].caches = None
+            self._rows[row].logits = None
+
+    def _leave(self, rows) -> None:
+        """Takes rows out of the batch into caches of their own."""
+        going = [row for row in rows if row in self._order]
+        for row in going:
+            self._rows[row].caches = layers.extract(self._batch, self._order.index(row))
+        self._drop(going)
+
+    def _drop(self, rows: list[RowId]) -> None:
+        if not rows:
+            return
+        keep = [i for i, row in enumerate(self._order) if row not in rows]
+        self._order = [self._order[i] for i in keep]
+        if not keep:
+            self._batch = None
+            return
+        for cache in self._batch:
+            cache.filter(mx.array(keep))
+
+    def _close(self, rows: set[RowId]) -> None:
+        self._drop([row for row in self._order if row in rows])
+        for row in rows:
+            self._rows.pop(row, None)

@@ -1,0 +1,182 @@
+"""Snapshot names as callers see them. Owns name forms, views and the translation of the cache's errors.
+
+Runs on the event loop; every method is short and waits for nothing but the cache's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvcache.blocks import BLOCK_TOKENS
+from kvcache.cache import Keep, PrefixCache
+from kvcache.snapshots import (
+    GoneReason,
+    GoneSnapshot,
+    Snapshot,
+    SnapshotBusy,
+    SnapshotLimit,
+    TakenSnapshotId,
+    UnknownSnapshot,
+)
+from kvcache.tree import Node
+from service.errors import SnapshotIdTaken, SnapshotInUse, SnapshotNotFound, SnapshotQuota, Unsupported
+from service.events import Residency, SnapshotView
+from service.request import Durability, SaveOptions
+
+RESOURCE = "kvfork.v1.Snapshot"
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """The cache's errors as the contract's."""
+    try:
+        yield
+    except UnknownSnapshot as error:
+        name = full_name(error.snapshot_id)
+        raise SnapshotNotFound(f"there is no snapshot {name}", resource=(RESOURCE, name)) from None
+    except GoneSnapshot as error:
+        name = full_name(error.snapshot_id)
+        raise SnapshotNotFound(
+            f"snapshot {name} is gone",
+            hint="create it again from its tokens",
+            reason=error.reason.value,
+            metadata={"goneTime": f"{error.when:.3f}"},
+            resource=(RESOURCE, name),
+        ) from None
+    except TakenSnapshotId as error:
+        name = full_name(error.snapshot_id)
+        raise SnapshotIdTaken(
+            f"{name} names another prefix", hint="choose another snapshot_id", resource=(RESOURCE, name)
+        ) from None
+    except SnapshotLimit as error:
+        raise SnapshotQuota(
+            str(error),
+            hint="delete snapshots, or unpin some" if error.pinned else "delete snapshots, or let them expire",
+            reason="PIN_QUOTA" if error.pinned else "SNAPSHOT_QUOTA",
+            metadata={"limit": str(error.limit)},
+        ) from None
+    except SnapshotBusy as error:
+        name = full_name(error.snapshot_id)
+        raise SnapshotInUse(
+            str(error),
+            hint="wait, or set stop_active",
+            metadata={"activeUses": str(error.uses)},
+            resource=(RESOURCE, name),
+        ) from None
+
+
+def full_name(snapshot_id: str) -> str:
+    """snapshots/{id}."""
+    return f"snapshots/{snapshot_id}"
+
+
+def bare_id(name: str) -> str:
+    """The id of snapshots/{id}."""
+    return name.removeprefix("snapshots/")
+
+
+def keep_of(options: SaveOptions) -> Keep:
+    """How the cache is asked to keep a snapshot. Raises Unsupported for what only a durable store can promise."""
+    if options.durability is Durability.DISK:
+        raise Unsupported(
+            "snapshots that outlive the server need a durable store, which this version does not have",
+            hint="leave durability unset",
+            reason="DURABILITY_UNSUPPORTED",
+        )
+    return Keep(snapshot_id=options.snapshot_id, ttl=options.ttl, pinned=options.pinned, labels=options.labels)
+
+
+class Handles:
+    """Names and views over one model's prefix cache."""
+
+    def __init__(self, cache: PrefixCache, model_name: str, instance: str) -> None:
+        self._cache = cache
+        self._model_name = model_name
+        self._instance = instance
+
+    def find(self, name: str, owner: str) -> Snapshot:
+        with translated():
+            return self._cache.snapshot(owner, bare_id(name))
+
+    @contextmanager
+    def using(self, name: str, owner: str) -> Iterator[Snapshot]:
+        """The snapshot, in use for the length of the block."""
+        with translated():
+            snapshot = self._cache.use(owner, bare_id(name))
+        try:
+            yield snapshot
+        finally:
+            self._cache.unuse(snapshot)
+
+    def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
+        """Names `node`, taking over the caller's hold on it. A chosen id that names this very prefix is returned as is."""
+        try:
+            with translated():
+                try:
+                    return self._cache.add_snapshot(owner, node, keep_of(options), parent=parent)
+                except TakenSnapshotId:
+                    there = self._cache.snapshot(owner, options.snapshot_id)
+                    if there.node.content != node.content:
+                        raise
+                    return there
+        finally:
+            self._cache.let_go(node)
+
+    def check_new(self, owner: str, wanted: list[SaveOptions]) -> None:
+        """Raises before any work is done if the new names could not be kept."""
+        for options in wanted:
+            keep_of(options)
+        with translated():
+            self._cache.check_room(owner, count=len(wanted), pinned=sum(o.pinned for o in wanted))
+
+    def delete(self, snapshot: Snapshot, reason: GoneReason, *, in_use_ok: bool) -> None:
+        with translated():
+            self._cache.delete(snapshot, reason, in_use_ok=in_use_ok)
+
+    def refuse_if_busy(self, snapshot: Snapshot) -> None:
+        """Raises SnapshotInUse while calls read from it."""
+        with translated():
+            if snapshot.uses:
+                raise SnapshotBusy(snapshot.id, snapshot.uses)
+
+    def update(
+        self,
+        snapshot: Snapshot,
+        *,
+        labels: dict[str, str] | None,
+        expires: float | None,
+        ttl: float | None,
+        pinned: bool | None,
+    ) -> None:
+        with translated():
+            self._cache.update(snapshot, labels=labels, expires=expires, ttl=ttl, pinned=pinned)
+
+    def view(self, snapshot: Snapshot) -> SnapshotView:
+        state = self._cache.state_of(snapshot)
+        missing = snapshot.token_count - state.restorable
+        if missing >= BLOCK_TOKENS or state.restorable == 0:
+            residency = Residency.TOKENS
+        elif missing or state.on_disk:
+            residency = Residency.DISK
+        else:
+            residency = Residency.MEMORY
+        return SnapshotView(
+            name=full_name(snapshot.id),
+            parent=full_name(snapshot.parent) if snapshot.parent else "",
+            model=self._model_name,
+            model_fingerprint=self._cache.fingerprint,
+            token_count=snapshot.token_count,
+            checkpointed_tokens=state.checkpointed,
+            prefix_hash=bytes(snapshot.node.content),
+            residency=residency,
+            durable=False,
+            expire_time=None if snapshot.pinned else snapshot.expires,
+            pinned=snapshot.pinned,
+            labels=tuple(sorted(snapshot.labels.items())),
+            create_time=snapshot.created,
+            last_use_time=snapshot.last_use,
+            exclusive_bytes=state.exclusive_bytes,
+            instance=self._instance,
+            active_uses=snapshot.uses,
+        )

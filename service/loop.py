@@ -1,0 +1,458 @@
+"""The engine thread: drain the mailbox, plan, step, apply, publish. The only caller of scheduler and engine.
+
+One wake-up of the event loop a step carries every row's events (`Outlet.flush`). Restores are read by the store's I/O
+thread and come back through the mailbox, so they run beside decode and not in front of it.
+
+A row that fails ends alone. An exception out of the engine itself ends every row and the thread: `alive` turns False
+and health with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcache.blocks import BLOCK_TOKENS
+from kvcache.cache import Lookup, PrefixCache
+from kvcache.records import FetchResult
+from service.engine import Engine
+from service.errors import CallError, EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.events import FinishReason
+from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
+from service.scheduler import QueueIsFull, Scheduler, State, Tick
+from service.sequence import Sequence
+from service.work import Admitted, Ended, Failed, NodeAt, Prefilled, Tokens, Work, WorkEvent
+
+log = logging.getLogger("kvfork.loop")
+
+RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    row: RowId
+    work: Work
+    emit: Callable[[WorkEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Stop cleanly (`clean`) or give up; `save` keeps the work done under a last NodeAt."""
+
+    row: RowId
+    clean: bool
+    save: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    row: RowId
+    lookup: Lookup
+    result: FetchResult
+
+
+class EngineLoop:
+    """`submit`, `stop` and `cancel` may be called from any thread and never wait."""
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[Engine, PrefixCache]],
+        scheduler: Scheduler,
+        flush: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._load = load
+        self._scheduler = scheduler
+        self._flush = flush
+        self._clock = clock
+        self._inbox: deque[_Submit | _End | _Read | None] = deque()
+        self._wake = threading.Condition()
+        self._sequences: dict[RowId, Sequence] = {}
+        self._next_row = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._busy_since: float | None = None
+        self._failure: Exception | None = None
+        self._stopping = False
+        self._to_open: list[Sequence] = []
+        self._to_close: list[RowId] = []
+        self.active_bytes = 0
+        self.tokens_prefilled = 0  # counted where the model is called
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.recomputed_tokens = 0
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; running works fail."""
+        self._post(None)
+        self._thread.join()
+
+    def submit(self, work: Work, emit: Callable[[WorkEvent], None]) -> RowId:
+        """Queues a work. `emit` is called on the engine thread; exactly one Ended or Failed comes last."""
+        with self._wake:
+            self._next_row += 1
+            row = RowId(self._next_row)
+        self._post(_Submit(row, work, emit))
+        return row
+
+    def stop(self, row: RowId) -> None:
+        """Ends a work cleanly, with what it has."""
+        self._post(_End(row, clean=True, save=True))
+
+    def cancel(self, row: RowId, *, save: bool = False) -> None:
+        """Gives a work up within one step."""
+        self._post(_End(row, clean=False, save=save))
+
+    def is_alive(self, stuck_after: float) -> bool:
+        """False once the thread has died, or when one step has taken longer than `stuck_after` seconds."""
+        busy = self._busy_since
+        stuck = busy is not None and self._clock() - busy > stuck_after
+        return self._thread.is_alive() and self._failure is None and not stuck
+
+    def count(self, *states: State) -> int:
+        """How many sequences are in one of `states`, at some recent moment."""
+        try:
+            return self._scheduler.count(*states)
+        except RuntimeError:  # the engine thread changed the dictionary meanwhile; a number a moment old will do
+            return len(self._sequences)
+
+    def _post(self, message: _Submit | _End | _Read | None) -> None:
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    # -- engine thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._engine, self._cache = self._load()
+            while not self._stopping:
+                self._drain()
+                self._busy_since = self._clock()
+                self._tick()
+                self._busy_since = None
+                self._flush()
+            error: CallError = EngineFailed("the server has stopped")
+        except Exception as failure:  # the engine is broken: say so to everybody, and let health see it
+            log.exception("the engine thread ends")
+            self._failure = failure
+            error = EngineFailed("the model thread failed", hint="the server must be restarted")
+        for row in list(self._sequences):
+            self._end(row, Failed(error))
+        with self._wake:
+            left, self._inbox = list(self._inbox), deque()
+        for message in left:
+            if isinstance(message, _Submit):
+                message.emit(Failed(error))
+        self._flush()
+
+    def _drain(self) -> None:
+        with self._wake:
+            while not self._inbox and self._scheduler.is_idle and not self._to_close:
+                self._wake.wait()
+            messages, self._inbox = list(self._inbox), deque()
+        for message in messages:
+            match message:
+                case None:
+                    self._stopping = True
+                case _Submit():
+                    self._accept(message)
+                case _End():
+                    self._asked_to_end(message)
+                case _Read():
+                    self._was_read(message)
+
+    def _accept(self, message: _Submit) -> None:
+        generation = message.work.generation
+        try:
+            self._scheduler.submit(message.row, priority=message.work.priority, samples=generation is not None)
+        except QueueIsFull as full:
+            facts = {"queued": str(full.queued), "limit": str(full.limit)}
+            message.emit(Failed(QueueFull(str(full), hint="try again later", metadata=facts, retry_after=1.0)))
+            return
+        self._sequences[message.row] = Sequence(message.row, message.work, self._cache, message.emit, self._clock())
+
+    def _asked_to_end(self, message: _End) -> None:
+        seq = self._sequences.get(message.row)
+        if seq is None:
+            return
+        state = self._scheduler.state(message.row)
+        generation = seq.work.generation
+        if state is State.SAVING:
+            return  # its last call is due in this very step
+        wants = message.save and generation is not None and (generation.save or generation.save_on_cancel)
+        if state is State.DECODE and (message.clean or wants):
+            self._finish(seq, FinishReason.STOPPED, save=wants)
+        elif message.clean and generation is not None:
+            self._end_early(seq, FinishReason.STOPPED)
+        else:
+            if wants:
+                self._hand_out_last_block(seq)
+            self._end(message.row, Failed(RowFailed("cancelled")))
+
+    # -- restore --------------------------------------------------------------------------------------------------
+
+    def _begin_restore(self, seq: Sequence) -> None:
+        seq.admitted = self._clock()
+        work = seq.work
+        lookup = self._cache.lookup(work.owner, work.tokens, base=work.base, keep=work.keep)
+        over = self._over_limit(work, lookup)
+        if over is not None:
+            self._cache.release(lookup)
+            self._end(seq.row, Failed(over))
+            return
+        if not seq.announced:
+            seq.announced = True
+            seq.emit(Admitted(seq.admitted - seq.arrived))
+        if lookup.plan is None:
+            self._open(seq, lookup, None)
+            return
+        row = seq.row
+        self._cache.store.fetch(lookup.plan.records, lambda result: self._post(_Read(row, lookup, result)))
+
+    @staticmethod
+    def _over_limit(work: Work, lookup: Lookup) -> RecomputeLimit | None:
+        limit = work.max_recompute_tokens
+        needed = (work.base.end if work.base else lookup.known) - lookup.position
+        if limit is None or needed <= limit:
+            return None
+        facts = {"needed": str(needed), "allowed": str(limit), "nearestCheckpoint": str(lookup.position)}
+        return RecomputeLimit(
+            f"{needed} tokens of the parent would be computed again, {limit} are allowed",
+            hint="raise max_recompute_tokens, or roll back to the nearest checkpoint",
+            metadata=facts,
+        )
+
+    def _was_read(self, message: _Read) -> None:
+        self._cache.release(message.lookup)
+        seq = self._sequences.get(message.row)
+        if seq is None:
+            return
+        if not message.result.ok:
+            seq.restore_tries += 1
+            log.warning("row %d: restore failed (%s)", seq.row, message.result.error)
+            if seq.restore_tries < RESTORE_TRIES:
+                self._begin_restore(seq)
+            else:
+                self._open(seq, message.lookup.without_state(), None)
+            return
+        self._open(seq, message.lookup, message.result)
+
+    def _open(self, seq: Sequence, lookup: Lookup, read: FetchResult | None) -> None:
+        seq.opened = self._clock()
+        calls = seq.found(lookup, read)
+        for node in lookup.kept:
+            seq.emit(NodeAt(self._cache.hold(node), "", final=False))
+        usage = seq.usage()
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.recomputed_tokens += usage.recomputed_tokens
+        self._scheduler.restored(seq.row, calls)
+        self._to_open.append(seq)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        tick = self._scheduler.plan()
+        for row in tick.admit:
+            self._begin_restore(self._sequences[row])
+        plan = self._orders(tick)
+        if not plan:
+            return
+        result = self._engine.step(plan)
+        self.active_bytes = self._engine.active_bytes()
+        self._apply(tick, plan, result)
+
+    def _orders(self, tick: Tick) -> StepPlan:
+        prefill = [
+            self._prefill_order(self._sequences[row], call.start, call.end, stop=call.stop)
+            for row, call in tick.prefill
+        ]
+        for row in tick.save:
+            seq = self._sequences[row]
+            seq.recorder.called(len(seq.tokens), decoded=True)
+            prefill.append(self._prefill_order(seq, len(seq.tokens) - 1, len(seq.tokens), stop=True, saving=True))
+        opened, self._to_open = self._to_open, []
+        closing, self._to_close = self._to_close, []
+        return StepPlan(
+            leave=tick.save,
+            open=tuple(self._open_order(seq) for seq in opened if seq.row in self._sequences),
+            prefill=tuple(prefill),
+            sample=tuple(r for r in tick.finish_prefill if self._sequences[r].work.generation is not None),
+            decode=Decode(rows=tick.decode, captures=self._decode_captures(tick.decode)) if tick.decode else None,
+            close=tuple(closing),
+        )
+
+    @staticmethod
+    def _open_order(seq: Sequence) -> OpenRow:
+        generation = seq.work.generation
+        restored, seq.restored = seq.restored, None
+        return OpenRow(
+            row=seq.row,
+            restored=restored,
+            sampling=generation.sampling if generation else None,
+            top_logprobs=generation.top_logprobs if generation else None,
+            context=seq.work.tokens,
+        )
+
+    @staticmethod
+    def _prefill_order(seq: Sequence, start: int, end: int, *, stop: bool, saving: bool = False) -> Prefill:
+        seq.recorder.called(end)
+        kept = saving or seq.keeps(end)
+        take: Capture | None = None
+        if kept or end % BLOCK_TOKENS == 0:
+            take = seq.recorder.capture(end, logits=kept)
+        return Prefill(row=seq.row, tokens=seq.tokens[start:end], logits=stop, capture=take)
+
+    def _decode_captures(self, rows: tuple[RowId, ...]) -> dict[RowId, Capture]:
+        """Rows that this step takes across a block boundary and whose state may be asked for again."""
+        captures: dict[RowId, Capture] = {}
+        for row in rows:
+            seq = self._sequences[row]
+            end = seq.position + 1
+            if seq.keeps_decoded:
+                seq.recorder.called(end, decoded=True)
+                if end % BLOCK_TOKENS == 0:
+                    captures[row] = seq.recorder.capture(end, logits=False)
+        return captures
+
+    def _apply(self, tick: Tick, plan: StepPlan, result: StepResult) -> None:
+        now = self._clock()
+        self.tokens_prefilled += result.prefill_tokens
+        for row, failure in result.failed.items():
+            if row in self._sequences:
+                self._end(row, Failed(_row_failure(failure)), closed=True)
+        for order in plan.prefill:
+            seq = self._sequences.get(order.row)
+            if seq is not None:
+                seq.prefill_seconds += result.prefill_seconds  # what the row waited for, neighbours included
+                self._prefilled(seq, order, result)
+        for row in tick.finish_prefill:
+            seq = self._sequences.get(row)
+            if seq is not None and seq.work.generation is None:
+                self._ended(seq, None)
+        if plan.decode is not None:
+            for row in plan.decode.rows:
+                seq = self._sequences.get(row)
+                if seq is not None:
+                    seq.position += 1
+                    if row in plan.decode.captures:
+                        self._commit(seq, seq.position, result)
+        for row, pick in result.picked.items():
+            self._picked(self._sequences[row], pick, now)
+        for row in tick.save:
+            seq = self._sequences.get(row)
+            if seq is not None:
+                self._scheduler.saved(row)
+                self._ended(seq, seq.finish_reason)
+        self._check_time_limits(now)
+
+    def _prefilled(self, seq: Sequence, order: Prefill, result: StepResult) -> None:
+        saving = self._scheduler.state(seq.row) is State.SAVING
+        seq.position += len(order.tokens)
+        if not saving:
+            seq.computed += len(order.tokens)
+        if order.capture is not None:
+            self._commit(seq, seq.position, result, final=saving)
+        if seq.work.progress and not saving:
+            seq.emit(Prefilled(seq.position))
+
+    def _commit(self, seq: Sequence, end: int, result: StepResult, *, final: bool = False) -> None:
+        """The state at `end` goes to the cache; a place that somebody asked for is handed out."""
+        node, lost = seq.recorder.commit(end, result.captured.get(seq.row, {}), explicit=seq.explicit)
+        if final or end in seq.work.keep:
+            seq.emit(NodeAt(node, lost, final=final))
+        elif seq.rehomes and seq.work.base is not None and end == seq.work.base.end:
+            seq.emit(NodeAt(node, lost, final=False, rehome=True))
+        else:
+            self._cache.let_go(node)
+
+    def _picked(self, seq: Sequence, pick: Picked, now: float) -> None:
+        generation = seq.work.generation
+        assert generation is not None
+        if seq.first_token is None:
+            seq.first_token = now
+        seq.last_token = now
+        seq.tokens.append(pick.token)
+        seq.completion += 1
+        piece = generation.text.push(pick.token)
+        seq.emit(Tokens(piece.text, len(seq.tokens) - 1, [pick]))
+        if piece.finish is not None:
+            seq.stop, seq.stop_token_id = piece.stop, piece.stop_token_id
+            self._finish(seq, piece.finish, save=generation.save, flush=False)
+
+    def _check_time_limits(self, now: float) -> None:
+        for seq in list(self._sequences.values()):
+            generation = seq.work.generation
+            limit = generation.stopping.time_limit if generation else None
+            if limit is None or now - seq.admitted < limit:
+                continue
+            state = self._scheduler.state(seq.row)
+            if state is State.DECODE:
+                self._finish(seq, FinishReason.TIME_LIMIT, save=generation.save if generation else False)
+            elif state is State.PREFILL:
+                self._end_early(seq, FinishReason.TIME_LIMIT)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, seq: Sequence, reason: FinishReason, *, save: bool, flush: bool = True) -> None:
+        """A decoding row is at its end; with `save` its last token is fed before it goes."""
+        generation = seq.work.generation
+        assert generation is not None
+        if flush:
+            held = generation.text.end(reason).text
+            if held:
+                seq.emit(Tokens(held, len(seq.tokens), []))
+        seq.finish_reason = reason
+        self._scheduler.finish(seq.row, save=save)
+        if not save:
+            self._ended(seq, reason)
+
+    def _end_early(self, seq: Sequence, reason: FinishReason) -> None:
+        """Stopped before the first token: the full blocks done so far are what can be kept."""
+        if seq.keeps_state:
+            self._hand_out_last_block(seq)
+        if not seq.announced:
+            seq.announced = True
+            seq.emit(Admitted(self._clock() - seq.arrived))
+        self._ended(seq, reason)
+
+    def _hand_out_last_block(self, seq: Sequence) -> None:
+        node = seq.recorder.last_block
+        if node.parent is not None:
+            seq.emit(NodeAt(self._cache.hold(node), "", final=True))
+
+    def _ended(self, seq: Sequence, reason: FinishReason | None) -> None:
+        ended = Ended(
+            usage=seq.usage(),
+            timing=seq.timing(),
+            reason=reason,
+            stop=seq.stop,
+            stop_token_id=seq.stop_token_id,
+        )
+        self._end(seq.row, ended)
+
+    def _end(self, row: RowId, event: Ended | Failed, *, closed: bool = False) -> None:
+        """The one terminal event of a sequence."""
+        seq = self._sequences.pop(row)
+        self._scheduler.drop(row)
+        seq.recorder.close()
+        if not closed:
+            self._to_close.append(row)
+        seq.emit(event)
+
+
+def _row_failure(failure: Exception) -> CallError:
+    """What the caller of a failed row is told; our own errors pass, others stay in the log."""
+    if isinstance(failure, CallError):
+        return failure
+    log.error("a row failed", exc_info=failure)
+    return RowFailed(f"the sequence failed in the model: {type(failure).__name__}", hint="the others go on; try again")

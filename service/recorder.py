@@ -1,0 +1,94 @@
+"""From a sequence's progress to nodes in the tree. Owns the block under construction; the cache owns the blocks done.
+
+Runs on the engine thread. Knows which call ends lie inside the current block, since they are part of its key.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from kvcache.blocks import BLOCK_TOKENS
+from kvcache.cache import Lookup, PrefixCache
+from kvcache.schedule import NONCE_BYTES, continued_schedule, decode_schedule, prefill_schedule
+from kvcache.tree import Node
+from service.plan import Capture, Payloads
+
+
+class Recorder:
+    """Follows one sequence. `tokens` is the sequence's own growing list, shared and read only."""
+
+    def __init__(self, cache: PrefixCache, owner: str, tokens: Sequence[int]) -> None:
+        self._cache = cache
+        self._tokens = tokens
+        self._node = cache.hold(cache.root(owner))  # the last full block
+        self._tail: Node | None = None  # where the current block was entered, if inside it
+        self._ends: set[int] = set()
+        self._nonce: bytes | None = None
+
+    def start_at(self, lookup: Lookup) -> None:
+        """Stands where `lookup` was restored to."""
+        if lookup.plan is None:
+            return
+        last = lookup.plan.nodes[-1]
+        assert last.parent is not None
+        if lookup.plan.position == last.end and not last.is_tail:
+            self._move_to(self._cache.hold(last))
+        else:
+            self._move_to(self._cache.hold(last.parent))
+            self._tail = self._cache.hold(last)
+            if lookup.plan.position < last.end:
+                # Cut short of a kept place: nothing that follows may share a key with anything else.
+                self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    def called(self, end: int, *, decoded: bool = False) -> None:
+        """A model call ended at `end`."""
+        if decoded and self._nonce is None:
+            self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._ends.add(end)
+
+    def capture(self, end: int, *, logits: bool) -> Capture:
+        """What to take from the engine at `end`, the place of the last call: only what is not stored yet."""
+        start = self._node.end
+        assert start < end <= start + BLOCK_TOKENS
+        kinds = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)
+        return Capture(start=start, end=end, kinds=kinds)
+
+    def commit(self, end: int, payloads: Payloads, *, explicit: bool) -> tuple[Node, str]:
+        """Hands the state at `end` over. Returns the node, held for the caller, and why it was lost, if it was."""
+        start = self._node.end
+        commit = self._cache.commit(
+            self._node, self._tokens[start:end], self._schedule(end), payloads, explicit=explicit
+        )
+        if end == start + BLOCK_TOKENS:
+            self._move_to(self._cache.hold(commit.node))
+        return commit.node, commit.lost.name if commit.lost else ""
+
+    @property
+    def last_block(self) -> Node:
+        """The last full block passed, or the root."""
+        return self._node
+
+    def close(self) -> None:
+        """Lets go of everything."""
+        self._cache.let_go(self._node)
+        if self._tail is not None:
+            self._cache.let_go(self._tail)
+            self._tail = None
+
+    def _schedule(self, end: int) -> bytes:
+        start = self._node.end
+        if self._nonce is not None:
+            return decode_schedule(self._nonce)
+        inside = [e for e in self._ends if start < e < end]
+        if self._tail is not None:
+            return continued_schedule(self._tail.schedule, start, self._tail.end, end, inside)
+        return prefill_schedule(start, end, inside)
+
+    def _move_to(self, held: Node) -> None:
+        self._cache.let_go(self._node)
+        self._node = held
+        if self._tail is not None:
+            self._cache.let_go(self._tail)
+        self._tail, self._nonce = None, None
+        self._ends = {e for e in self._ends if e > held.end}

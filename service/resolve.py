@@ -1,0 +1,121 @@
+"""From a call to token ids and places. Owns how inputs become a prompt and marks become positions; no engine, no gRPC.
+
+Pure but for the tokenizer. Limits that need the model (vocabulary, context length) are checked here, so that what goes
+on to the engine thread can be carried out.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.errors import InvalidField
+from service.events import ModelView
+from service.request import ChatInput, Input, Landmark, Mark, RawInput, Sampling, TokenPart
+from service.text import chat
+from service.text.tokens import TextCodec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A whole context: the parent's tokens and what was added. `message_ends` are absolute positions."""
+
+    tokens: array[int]
+    parent_tokens: int
+    text: str
+    message_ends: tuple[int | None, ...]
+
+    @property
+    def added(self) -> array[int]:
+        return self.tokens[self.parent_tokens :]
+
+
+def resolve_prompt(codec: TextCodec, model: ModelView, context: Sequence[int], given: Input | None, at: str) -> Prompt:
+    """The context after `given`; `at` is the field path for errors. Raises InvalidField, TurnOpen, Template…"""
+    tokens = array("I", context)
+    text = ""
+    ends: tuple[int | None, ...] = ()
+    if isinstance(given, RawInput):
+        check_token_ids(given, model, f"{at}.raw")
+        added = codec.encode_raw(given, with_parent=bool(context))
+        tokens.extend(added)
+        text = codec.decode(added)
+    elif isinstance(given, ChatInput):
+        rendered = chat.append(codec, context, given) if context else chat.render(codec, given)
+        tokens.extend(rendered.tokens)
+        text = rendered.text
+        ends = tuple(end + len(context) if end is not None else None for end in rendered.message_ends)
+    if not tokens:
+        raise InvalidField.at(at, "gives no tokens, and there is no parent: there is nothing to continue")
+    return Prompt(tokens=tokens, parent_tokens=len(context), text=text, message_ends=ends)
+
+
+def check_token_ids(given: RawInput, model: ModelView, at: str) -> None:
+    """Token ids taken verbatim must be in the vocabulary."""
+    for p, part in enumerate(given.parts):
+        if not isinstance(part, TokenPart):
+            continue
+        for i, token in enumerate(part.ids):
+            if token >= model.vocab_size:
+                text = f"is {token}; ids go from 0 to {model.vocab_size - 1}"
+                raise InvalidField.at(f"{at}.parts[{p}].tokens.ids[{i}]", text)
+
+
+def check_room(prompt_tokens: int, model: ModelView, *, needs: int, at: str = "input") -> None:
+    """The prompt and at least `needs` more tokens must fit into the context."""
+    if prompt_tokens + needs <= model.context_tokens:
+        return
+    facts = {"promptTokens": str(prompt_tokens), "contextTokens": str(model.context_tokens)}
+    text = f"the context is {prompt_tokens} tokens long and the model takes {model.context_tokens}"
+    raise InvalidField.at(at, text, reason="CONTEXT_OVERFLOW", metadata=facts)
+
+
+def mark_positions(marks: Sequence[Mark], prompt: Prompt) -> list[int]:
+    """The token position of each mark. Raises InvalidField for a place that the prompt does not have."""
+    positions: list[int] = []
+    for i, mark in enumerate(marks):
+        if mark.token_count is not None:
+            if not 1 <= mark.token_count <= len(prompt.tokens):
+                text = f"is {mark.token_count}; the prompt has {len(prompt.tokens)} tokens"
+                raise InvalidField.at(f"marks[{i}].token_count", text)
+            positions.append(mark.token_count)
+        elif mark.message_count is not None:
+            positions.append(_message_position(i, mark.message_count, prompt))
+        else:
+            assert mark.landmark is Landmark.PROMPT_END
+            positions.append(len(prompt.tokens))
+    return positions
+
+
+def _message_position(index: int, count: int, prompt: Prompt) -> int:
+    at = f"marks[{index}].message_count"
+    if not 1 <= count <= len(prompt.message_ends):
+        raise InvalidField.at(at, f"is {count}; the chat input has {len(prompt.message_ends)} messages")
+    position = prompt.message_ends[count - 1]
+    if position is None:
+        raise InvalidField.at(at, "the model's template does not end a message in one place; use token_count")
+    return position
+
+
+def resolve_sampling(asked: Sampling, model: ModelView, seed: int) -> Sampling:
+    """Every knob set: the caller's value, else the model's default, else off."""
+    for token, _ in asked.logit_bias:
+        if token >= model.vocab_size:
+            text = f"has token id {token}; ids go from 0 to {model.vocab_size - 1}"
+            raise InvalidField.at("sampling.logit_bias", text)
+
+    def first(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return Sampling(
+        temperature=first(asked.temperature, model.default_temperature),
+        top_p=first(asked.top_p, model.default_top_p),
+        top_k=model.default_top_k if asked.top_k is None else asked.top_k,
+        min_p=first(asked.min_p, 0.0),
+        repetition_penalty=first(asked.repetition_penalty, 1.0),
+        frequency_penalty=first(asked.frequency_penalty, 0.0),
+        presence_penalty=first(asked.presence_penalty, 0.0),
+        logit_bias=asked.logit_bias,
+        seed=seed,
+    )

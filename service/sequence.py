@@ -1,0 +1,138 @@
+"""One sequence on the engine thread: a work, the tokens so far, what it cost, and its place in the tree.
+
+Owns the receipt's arithmetic and the row's text; the scheduler owns its state, the engine its KV cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from kvcache.cache import Lookup, PrefixCache
+from kvcache.receipt import MissReason, Usage
+from kvcache.records import FetchResult, RecordKind, Tier
+from kvcache.schedule import Call, plan_calls
+from service.events import FinishReason, Timing
+from service.plan import Restored, RowId
+from service.recorder import Recorder
+from service.work import Work, WorkEvent
+
+
+class Sequence:
+    """Made at submission; `emit` carries events to whoever submitted it."""
+
+    def __init__(
+        self, row: RowId, work: Work, cache: PrefixCache, emit: Callable[[WorkEvent], None], now: float
+    ) -> None:
+        self.row = row
+        self.work = work
+        self.emit = emit
+        self.tokens = array("I", work.tokens)
+        self.prompt_tokens = len(work.tokens)
+        self._share_decoded = cache.share_decoded
+        self.recorder = Recorder(cache, work.owner, self.tokens)
+        self.position = 0  # tokens whose state the engine holds
+        self.computed = 0  # tokens of the prompt that went through the model
+        self.completion = 0
+        self.restored: Restored | None = None
+        self.lookup: Lookup | None = None
+        self.read: FetchResult | None = None
+        self.arrived = now
+        self.admitted = now
+        self.opened = now
+        self.first_token: float | None = None
+        self.last_token = now
+        self.prefill_seconds = 0.0
+        self.announced = False
+        self.restore_tries = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop: str | None = None
+        self.stop_token_id: int | None = None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether state past the prompt may be asked for again."""
+        generation = self.work.generation
+        return generation is not None and (generation.save or generation.save_on_cancel)
+
+    @property
+    def explicit(self) -> bool:
+        """Whether a caller holds on to what is stored: then it is not skipped when the writer is busy."""
+        return bool(self.work.keep) or self.keeps_state
+
+    @property
+    def keeps_decoded(self) -> bool:
+        """Whether blocks that decode makes are worth keeping."""
+        return self.keeps_state or self._share_decoded
+
+    def keeps(self, end: int) -> bool:
+        """Whether the state at exactly `end` of the prompt is wanted, with its logits."""
+        base = self.work.base
+        return end in self.work.keep or (self.rehomes and base is not None and end == base.end)
+
+    def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
+        """The lookup's records have been read (or none were needed): what is left to call."""
+        self.lookup, self.read = lookup, read
+        self.recorder.start_at(lookup)
+        self.position = lookup.position
+        if lookup.plan is not None and read is not None:
+            self.restored = Restored(
+                position=lookup.position,
+                kinds=tuple(record.kind for record in lookup.plan.records),
+                starts=lookup.plan.starts,
+                payloads=tuple(read.payloads),
+            )
+        if self.position == self.prompt_tokens:
+            return []
+        stops = set(self.work.keep)
+        if self.rehomes:
+            assert self.work.base is not None
+            stops.add(self.work.base.end)
+        return plan_calls(self.position, self.prompt_tokens, stops, lookup.replay)
+
+    @property
+    def rehomes(self) -> bool:
+        """The parent's own state was lost and is computed again on the way."""
+        base = self.work.base
+        return base is not None and self.lookup is not None and self.lookup.position < base.end <= self.prompt_tokens
+
+    def usage(self) -> Usage:
+        """The receipt so far."""
+        lookup = self.lookup
+        if lookup is None:
+            return Usage(prompt_tokens=self.prompt_tokens, new_tokens=self.prompt_tokens)
+        known = min(lookup.known, self.prompt_tokens)
+        recomputed = known - lookup.position
+        disk = self._disk_tokens(lookup)
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=lookup.position,
+            recomputed_tokens=recomputed,
+            new_tokens=self.prompt_tokens - known,
+            completion_tokens=self.completion,
+            memory_tokens=lookup.position - disk,
+            disk_tokens=disk,
+            disk_bytes_read=self.read.bytes_from(Tier.DISK) if self.read else 0,
+            diverged_at=lookup.diverged_at,
+            miss_reason=lookup.miss_reason if recomputed else MissReason.NONE,
+        )
+
+    def timing(self) -> Timing:
+        """Seconds by phase so far."""
+        return Timing(
+            queue=self.admitted - self.arrived,
+            load=self.opened - self.admitted,
+            prefill=self.prefill_seconds,
+            decode=self.last_token - self.first_token if self.first_token is not None else 0.0,
+        )
+
+    def _disk_tokens(self, lookup: Lookup) -> int:
+        """Restored tokens of which some layer's state came from the disk tier."""
+        if lookup.plan is None or self.read is None:
+            return 0
+        from_disk = {
+            start
+            for start, record, tier in zip(lookup.plan.starts, lookup.plan.records, self.read.tiers, strict=True)
+            if tier is Tier.DISK and record.kind is not RecordKind.LOGITS
+        }
+        return sum(min(n.end, lookup.position) - n.start for n in lookup.plan.nodes if n.start in from_disk)

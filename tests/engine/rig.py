@@ -1,0 +1,183 @@
+"""A rig around the real engine loop, cache and store, without gRPC: submit works, read back nodes and their bytes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcache.cache import PrefixCache
+from kvcache.receipt import Usage
+from kvcache.records import RecordId, RecordKind
+from kvcache.store import StoreConfig, TieredStore
+from kvcache.tree import Node
+from service.engine import cpu
+from service.loop import EngineLoop
+from service.request import Sampling, Stopping
+from service.scheduler import Scheduler, SchedulerConfig
+from service.text.stream import TextStream
+from service.text.tokens import TextCodec
+from service.work import Ended, Failed, Generation, NodeAt, Tokens, Work, WorkEvent
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, seed=0)
+MIB = 1 << 20
+
+
+@dataclass
+class Outcome:
+    """What one work gave."""
+
+    nodes: dict[int, Node] = field(default_factory=dict)  # held until the rig closes
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    usage: Usage | None = None
+    error: Exception | None = None
+
+
+class Ticket:
+    """A work under way."""
+
+    def __init__(self, rig: Rig, row: int) -> None:
+        self._rig = rig
+        self.row = row
+        self.outcome = Outcome()
+        self.ended = threading.Event()
+        self.events: queue.SimpleQueue[WorkEvent] = queue.SimpleQueue()
+
+    def take(self, event: WorkEvent) -> None:
+        self.events.put(event)
+        match event:
+            case NodeAt():
+                assert not event.lost
+                self.outcome.nodes[event.node.end] = event.node
+            case Tokens():
+                self.outcome.tokens += [p.token for p in event.picked]
+                self.outcome.text += event.text
+            case Ended():
+                self.outcome.usage = event.usage
+                self.ended.set()
+            case Failed():
+                self.outcome.error = event.error
+                self.ended.set()
+
+    def wait(self) -> Outcome:
+        assert self.ended.wait(240), "the work did not end"
+        if self.outcome.error is not None:
+            raise self.outcome.error
+        return self.outcome
+
+
+class Rig:
+    """One model, one loop, one store."""
+
+    def __init__(self, folder: Path, *, model: object = None, memory: int = 512 * MIB, rows: int = 8) -> None:
+        self.folder = folder
+        self._given = model
+        self._memory = memory
+        self.codec = TextCodec.load(folder)
+        self._ready = threading.Event()
+        self.loop = EngineLoop(self._load, Scheduler(SchedulerConfig(max_rows=rows)), lambda: None)
+        self.loop.start()
+        assert self._ready.wait(240)
+
+    def _load(self):
+        cpu.mlx()
+        from service.engine.loading import load
+        from service.engine.mlx_engine import MlxEngine
+
+        model, facts = load(self.folder)
+        self.facts = facts
+        self.model = model
+        store = TieredStore(
+            StoreConfig(memory_bytes=self._memory, disk_bytes=2048 * MIB, queue_bytes=256 * MIB, min_free_bytes=0)
+        )
+        store.start()
+        self.cache = PrefixCache(store, facts.layout, facts.fingerprint)
+        self.engine = MlxEngine(model, facts.layout)
+        self._ready.set()
+        return self.engine, self.cache
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        *,
+        base: Node | None = None,
+        keep: Sequence[int] = (),
+        generate: int = 0,
+        save: bool = False,
+        sampling: Sampling = GREEDY,
+        stopping: Stopping | None = None,
+        owner: str = "owner",
+        max_recompute: int | None = None,
+        top_logprobs: int | None = None,
+    ) -> Ticket:
+        generation = None
+        if generate:
+            stopping = stopping or Stopping(ignore_eos=True)
+            text = TextStream(
+                self.codec,
+                context_tail=list(tokens[-8:]),
+                stopping=stopping,
+                max_tokens=generate,
+                context_room=100_000,
+            )
+            generation = Generation(
+                sampling=sampling,
+                stopping=stopping,
+                top_logprobs=top_logprobs,
+                text=text,
+                save=save,
+                save_on_cancel=False,
+            )
+        work = Work(
+            owner=owner,
+            tokens=list(tokens),
+            base=base,
+            keep=frozenset(keep),
+            generation=generation,
+            max_recompute_tokens=max_recompute,
+        )
+        box: list[Ticket] = []
+        made = threading.Event()
+
+        def emit(event: WorkEvent) -> None:
+            made.wait()
+            box[0].take(event)
+
+        ticket = Ticket(self, self.loop.submit(work, emit))
+        box.append(ticket)
+        made.set()
+        return ticket
+
+    def run(self, tokens: Sequence[int], **how) -> Outcome:
+        return self.submit(tokens, **how).wait()
+
+    def records(self, node: Node) -> dict[RecordKind, bytes]:
+        """Every record of a node, by kind; those that are not stored are left out."""
+        found = {}
+        for kind in RecordKind:
+            record = RecordId(node.source if kind is RecordKind.FULL else node.key, kind)
+            if self.cache.store.locate(record) is not None:
+                (payload,) = self.cache.store.fetch_now([record]).payloads
+                found[kind] = bytes(payload)
+        return found
+
+    def chain(self, node: Node) -> list[dict[RecordKind, bytes]]:
+        return [self.records(n) for n in node.path()]
+
+    def close(self) -> None:
+        self.loop.close()
+        self.cache.store.close()
+
+
+def prompt_of(rig: Rig, length: int, seed: int = 1) -> list[int]:
+    """Deterministic token ids within the model's vocabulary, away from special ones."""
+    vocab = min(rig.facts.vocab_size, 400)
+    state = seed
+    tokens = []
+    for _ in range(length):
+        state = (state * 1103515245 + 12345) % 2**31
+        tokens.append(20 + (state >> 8) % (vocab - 24))
+    return tokens
