@@ -4,7 +4,7 @@ MLX's CPU build links the reference BLAS (about 2 GFLOP/s). Loading MKL into the
 `import mlx.core` puts its float32 product in front (about a hundred times faster); bfloat16, float16 and quantised
 products stay slow, so weights are loaded as float32 there. `docs/models.md` has the figures behind each choice.
 
-Import MLX through `mlx()`, or call `prepare()` before the first `import mlx.core`. Importing this module imports no MLX.
+Import MLX through `mlx()`, or call `prepare()` before the first `import mlx.core`. This module alone imports no MLX.
 """
 
 import ctypes

@@ -62,6 +62,6 @@ def require_space(needed: int, purpose: str) -> None:
     free = free_bytes()
     if free < needed + _SPARE_BYTES:
         raise NotEnoughSpace(
-            f"{purpose} needs {(needed + _SPARE_BYTES) / 1e6:,.0f} MB of free disk, {cache_root()} has {free / 1e6:,.0f} MB;"
-            f" make room or set {VARIABLE}"
+            f"{purpose} needs {(needed + _SPARE_BYTES) / 1e6:,.0f} MB of free disk, {cache_root()} has"
+            f" {free / 1e6:,.0f} MB; make room or set {VARIABLE}"
         )

@@ -5,17 +5,16 @@ Invariants:
 * `kvfork.json` lists every other file with size and SHA-256; a folder without it (a user's own) is checked by shape.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from service.models import safetensors_file
 from service.models.errors import BadModelFolder
 
 MANIFEST = "kvfork.json"
@@ -85,7 +84,7 @@ def validate(folder: Path) -> Path:
     if not shards:
         raise BadModelFolder(f"{folder} holds no model*.safetensors")
     for shard in shards:
-        _check_safetensors(shard)
+        safetensors_file.check(shard)
     index = folder / "model.safetensors.index.json"
     if index.exists():
         listed = _json_object(index).get("weight_map", {})
@@ -94,25 +93,33 @@ def validate(folder: Path) -> Path:
             raise BadModelFolder(f"{folder} lacks {', '.join(missing)}, listed in {index.name}")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES) and not any(folder.glob("*.tiktoken")):
         raise BadModelFolder(f"{folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (folder / name).exists():
-            _json_object(folder / name)
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items() if manifest else ():
-        _check_size(folder / name, entry)
+    if manifest is None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (folder / name).exists():
+                _json_object(folder / name)
+    else:
+        for name, entry in manifest.files.items():
+            _check_size(folder / name, entry)
     return folder
 
 
-def verify(folder: Path) -> None:
-    """`validate`, and compare every file with the manifest's checksum; BadModelFolder names the first that differs.
+def verify(folder: Path) -> str:
+    """`validate`, read every file, compare with the manifest; return a hex SHA-256 that names the folder's contents.
 
-    A folder without a manifest has nothing to compare with: only its shape is checked.
+    BadModelFolder names the first file that differs. A folder without a manifest has nothing to compare with.
     """
     validate(folder)
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items() if manifest else ():
-        if sha256_of(folder / name) != entry.sha256:
+    listed = manifest.files if manifest else {}
+    names = listed or [path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
+    contents = hashlib.sha256()
+    for name in sorted(names):
+        found = sha256_of(folder / name)
+        if name in listed and found != listed[name].sha256:
             raise BadModelFolder(f"{folder / name} is damaged: its checksum is not the one recorded in {MANIFEST}")
+        contents.update(f"{found}  {name}\n".encode())
+    return contents.hexdigest()
 
 
 def publish(final: Path, build: Callable[[Path], None]) -> None:
@@ -162,19 +169,6 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadModelFolder(f"{path} is damaged: not a JSON object")
     return value
-
-
-def _check_safetensors(path: Path) -> None:
-    """The header must parse and its tensors must end where the file does."""
-    size = path.stat().st_size
-    with path.open("rb") as file, contextlib.suppress(struct.error, ValueError, KeyError, TypeError, AttributeError):
-        (length,) = struct.unpack("<Q", file.read(8))
-        if 8 + length <= size:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            if 8 + length + max(entry["data_offsets"][1] for entry in header.values()) == size:
-                return
-    raise BadModelFolder(f"{path} is damaged or cut short ({size:,} bytes)")
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:

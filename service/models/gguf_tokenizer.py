@@ -36,7 +36,7 @@ def build_tokenizer(reader: gguf.GGUFReader) -> Tokenizer:
             if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
-    if bool(field(reader, "tokenizer.ggml.add_bos_token", False)):
+    if _flag(reader, "add_bos_token"):
         bos_id = int(field(reader, "tokenizer.ggml.bos_token_id"))
         bos = tokens[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -58,9 +58,9 @@ def tokenizer_config(reader: gguf.GGUFReader) -> dict[str, Any]:
         "eos_token": token("eos"),
         "unk_token": token("unknown"),
         "pad_token": token("padding"),
-        "add_bos_token": bool(field(reader, "tokenizer.ggml.add_bos_token", False)),
-        "add_eos_token": bool(field(reader, "tokenizer.ggml.add_eos_token", False)),
-        "add_prefix_space": bool(field(reader, "tokenizer.ggml.add_space_prefix", False)),
+        "add_bos_token": _flag(reader, "add_bos_token"),
+        "add_eos_token": _flag(reader, "add_eos_token"),
+        "add_prefix_space": _flag(reader, "add_space_prefix"),
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(field(reader, f"{field(reader, 'general.architecture')}.context_length")),
     }
@@ -68,6 +68,10 @@ def tokenizer_config(reader: gguf.GGUFReader) -> dict[str, Any]:
     if template:
         config["chat_template"] = template
     return config
+
+
+def _flag(reader: gguf.GGUFReader, name: str) -> bool:
+    return bool(field(reader, f"tokenizer.ggml.{name}", 0))
 
 
 def _unknown(reader: gguf.GGUFReader) -> int:

@@ -1,17 +1,19 @@
-"""GGUF weights to MLX weights and config. Owns tensor names, layouts and dtypes; tokenizers are in gguf_tokenizer.
+"""GGUF weights to MLX weights and config. Owns tensor names and layouts; tokenizers are in gguf_tokenizer.
 
-Two architectures: `llama` and `gemma3` (text). Every tensor is dequantised to float32, undone of what the GGUF
-writer did to it, and rounded once to the stored dtype.
+Two architectures: `llama` and `gemma3` (text). Every tensor is dequantised to float32 and undone of what the GGUF
+writer did to it.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gguf
 import numpy as np
 
 from service.models.errors import ConversionFailed
+from service.models.safetensors_file import Tensor
 
 _LAYER_NAMES = {
     "llama": {
@@ -88,7 +90,7 @@ def model_config(reader: gguf.GGUFReader, dtype: str) -> dict[str, Any]:
         "bos_token_id": int(field(reader, "tokenizer.ggml.bos_token_id")),
         "eos_token_id": int(field(reader, "tokenizer.ggml.eos_token_id")),
         "pad_token_id": int(field(reader, "tokenizer.ggml.padding_token_id")),
-        "tie_word_embeddings": reader_has(reader, "output.weight") is False,
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
         "dtype": dtype,
     }
     if arch == "llama":
@@ -105,22 +107,21 @@ def model_config(reader: gguf.GGUFReader, dtype: str) -> dict[str, Any]:
     }
 
 
-def reader_has(reader: gguf.GGUFReader, tensor: str) -> bool:
-    """Whether the file holds a tensor of that name."""
-    return any(found.name == tensor for found in reader.tensors)
-
-
-def weights(reader: gguf.GGUFReader, dtype: np.dtype[Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every weight under its MLX name, row-major (out, in), in `dtype`, one at a time (the largest is the embedding)."""
+def tensors(reader: gguf.GGUFReader) -> list[Tensor]:
+    """Every weight under its MLX name, row-major (out, in); each is dequantised when it is loaded."""
     arch = architecture(reader)
-    for tensor in reader.tensors:
-        name = _mlx_name(arch, tensor.name)
-        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        value = _undo(arch, reader, tensor.name)(value)
-        stored = np.ascontiguousarray(value.astype(dtype))
-        if not np.isfinite(stored).all():
-            raise ConversionFailed(f"{tensor.name} does not fit {dtype}")
-        yield name, stored
+    return [
+        Tensor(
+            name=_mlx_name(arch, tensor.name),
+            shape=tuple(int(size) for size in reversed(tensor.shape)),
+            load=partial(_dequantised, tensor, _undo(arch, reader, tensor.name)),
+        )
+        for tensor in reader.tensors
+    ]
+
+
+def _dequantised(tensor: gguf.ReaderTensor, undo: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    return undo(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False))
 
 
 def _mlx_name(arch: str, name: str) -> str:

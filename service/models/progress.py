@@ -34,7 +34,7 @@ class StderrProgress:
 
     def step(self, text: str) -> None:
         self._end_line()
-        print(text, file=sys.stderr, flush=True)  # noqa: T20 - this is the module that prints progress
+        self._write(text + "\n")
         self._spoke_at = time.monotonic()
 
     def bytes(self, text: str, done: int, total: int) -> None:
@@ -44,12 +44,16 @@ class StderrProgress:
         self._spoke_at = now
         line = f"  {text}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({min(1.0, done / max(1, total)):.0%})"
         if self._terminal:
-            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)  # noqa: T20
+            self._write(f"\r{line}\x1b[K")
             self._open = True
         else:
-            print(line, file=sys.stderr, flush=True)  # noqa: T20
+            self._write(line + "\n")
 
     def _end_line(self) -> None:
         if self._open:
-            print(file=sys.stderr)  # noqa: T20
+            self._write("\n")
             self._open = False
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -47,6 +47,7 @@ class GgufModel:
     sha256: str
     """Of the joined GGUF file."""
     dtype: str
+    """Of the converted weights; docs/models.md has the figures behind each choice."""
     folder_size: int
     """Bytes of the converted folder, for the check of free space."""
     terms: Terms | None = None
@@ -121,7 +122,7 @@ _GEMMA3 = GgufModel(
     ),
     size=253_113_024,
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    dtype="float16",
+    dtype="bfloat16",
     folder_size=575_000_000,
     terms=_GEMMA_TERMS,
 )

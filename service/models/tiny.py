@@ -7,13 +7,16 @@ stream of a counter-based generator keyed by model and parameter name, not from 
 
 import hashlib
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from service.engine import cpu
-from service.models.convert import save_weights, write_json
+from service.models import safetensors_file
+from service.models.convert import write_json
+from service.models.safetensors_file import Tensor
 from service.models.tiny_tokenizer import VOCAB_SIZE, build_tiny_tokenizer, tiny_tokenizer_config
 
 _EOS = 2  # <|im_end|>
@@ -134,10 +137,13 @@ def build_tiny(name: str, folder: Path) -> None:
     """Write the tiny model `name` into the existing `folder`: float32 weights, config and tokenizer."""
     config = {**CONFIGS[name], "vocab_size": VOCAB_SIZE, "eos_token_id": _EOS, "pad_token_id": _PAD, "dtype": "float32"}
     shapes = _parameter_shapes(config)
-    save_weights(folder, {key: initial_value(name, key, shape) for key, shape in shapes.items()})
+    weights = [
+        Tensor(name=key, shape=shape, load=partial(initial_value, name, key, shape)) for key, shape in shapes.items()
+    ]
+    safetensors_file.write(folder / "model.safetensors", weights, "float32")
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": _EOS, "pad_token_id": _PAD})
-    build_tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    build_tiny_tokenizer(config["model_type"]).save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tiny_tokenizer_config())
 
 

