@@ -175,6 +175,10 @@ class PrefixCache:
                 target = min(target, path[-1].end) if path else 0
             elif plan is None:
                 break
+        for node in reversed(kept):
+            if node.end > (plan.position if plan else 0):
+                # A place passed before under this very schedule is nearer than the block before it.
+                plan = plan_restore(node.path(), self.layout, self._has, target=node.end, more_follows=True) or plan
         position = plan.position if plan else 0
         known = max(known, position)
         reason = MissReason.NONE

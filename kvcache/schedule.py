@@ -5,7 +5,9 @@ positions only: multiples of 256, and *stops* (declared marks, a snapshot's end,
 starts at any cut makes exactly the calls that a cold run makes from there.
 
 A stop also yields next-token logits. Models return logits for every position of a call, and over a 262k vocabulary
-that costs more than the call itself, so a long call that ends in a stop gives its last token a call of its own.
+that costs more than the call itself, so a long call that ends in a stop gives its last token a call of its own. A stop
+on the grid does not: it must leave the schedule as it is without the stop, so that a boundary that was only passed and
+one that was asked for are the same state. There the logits are paid for.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def plan_calls(start: int, end: int, stops: Iterable[int], replay: Iterable[int]
     calls: list[Call] = []
     ordered = sorted(fixed)
     for left, right in zip(ordered, ordered[1:], strict=False):
-        if right in wanted and right - left > LOGITS_TOKENS:
+        if right in wanted and right % BLOCK_TOKENS and right - left > LOGITS_TOKENS:
             calls.append(Call(left, right - 1, stop=False))
             left = right - 1
         calls.append(Call(left, right, stop=right in wanted))

@@ -189,10 +189,10 @@ class Core:
             asked = call.stopping.max_tokens
             text = TextStream(
                 loaded.codec,
-                context_tail=prompt.tokens[-8:],
-                stopping=call.stopping,
-                max_tokens=asked if asked is not None else self._config.default_max_tokens,
+                call.stopping,
+                max_new_tokens=asked if asked is not None else self._config.default_max_tokens,
                 context_room=room,
+                context_tail=prompt.tokens[-8:],
             )
             work = Work(
                 owner=owner,

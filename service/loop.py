@@ -408,9 +408,11 @@ class EngineLoop:
         generation = seq.work.generation
         assert generation is not None
         if flush:
-            held = generation.text.end(reason).text
-            if held:
-                seq.emit(Tokens(held, len(seq.tokens), []))
+            piece = generation.text.end(reason)
+            if piece.finish is not None:
+                reason, seq.stop = piece.finish, piece.stop
+            if piece.text:
+                seq.emit(Tokens(piece.text, len(seq.tokens), []))
         seq.finish_reason = reason
         self._scheduler.finish(seq.row, save=save)
         if not save:

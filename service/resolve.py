@@ -40,7 +40,7 @@ def resolve_prompt(codec: TextCodec, model: ModelView, context: Sequence[int], g
         check_token_ids(given, model, f"{at}.raw")
         added = codec.encode_raw(given, with_parent=bool(context))
         tokens.extend(added)
-        text = codec.decode(added)
+        text = codec.text_of(added)
     elif isinstance(given, ChatInput):
         rendered = chat.append(codec, context, given) if context else chat.render(codec, given)
         tokens.extend(rendered.tokens)

@@ -117,11 +117,7 @@ class Rig:
         if generate:
             stopping = stopping or Stopping(ignore_eos=True)
             text = TextStream(
-                self.codec,
-                context_tail=list(tokens[-8:]),
-                stopping=stopping,
-                max_tokens=generate,
-                context_room=100_000,
+                self.codec, stopping, max_new_tokens=generate, context_room=100_000, context_tail=list(tokens[-8:])
             )
             generation = Generation(
                 sampling=sampling,

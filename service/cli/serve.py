@@ -1,0 +1,93 @@
+"""`kvfork serve`: from flags and environment to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_EPILOG = """\
+examples:
+  kvfork serve                                    the default model on 127.0.0.1:50051
+  kvfork serve --model gemma3                     the sliding-window model
+  kvfork serve --model ~/models/my-mlx-model --address none --unix-socket ~/.kvfork.sock
+  kvfork serve --memory-bytes 2GiB --disk-bytes 20GiB
+
+Every flag can be set as a variable instead: KVFORK_MODEL=gemma3 kvfork serve
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `serve`."""
+    from service.config import add_arguments
+
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over gRPC",
+        description="Serve one model over gRPC until SIGTERM or Ctrl-C.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves; returns the exit code."""
+    from service.config import Config, ConfigError
+
+    try:
+        config = Config.from_args(args, os.environ)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _set_up_logging(config.log_level, config.log_format)
+    from service import app
+    from service.models import ModelError, resolve
+
+    try:
+        folder = resolve(config.model)
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return app.main(config, folder, _model_id(config.model, folder), _ready)
+
+
+def _ready(addresses: Sequence[str]) -> None:
+    for address in addresses:
+        print(f"listening on {address}", flush=True)
+
+
+def _model_id(model: str, folder: Path) -> str:
+    """A name for the model in the contract: the known name, else the folder's."""
+    from service.models import KNOWN
+
+    name = model if model in KNOWN else folder.name
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name.lower())
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def _set_up_logging(level: str, form: str) -> None:
+    handler = logging.StreamHandler()
+    if form == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
