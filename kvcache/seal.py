@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvcache.errors import FormatError
 from kvcache.format import (
+    CRC,
     FLAG_SEALED,
     RECORD_HEADER,
     TRAILER_BYTES,
@@ -112,7 +113,7 @@ class AesGcmSeal:
 
 
 class ChecksumSeal:
-    """Clear text and a CRC32 over header and payload, for stores whose owner turned encryption off.
+    """Clear text and one CRC32 over header fields and payload, for stores whose owner turned encryption off.
 
     CRC32, since it is there to notice accidents and runs several times faster than AES-GCM; nothing without a key
     could notice intent, so a longer digest would cost more than encryption and promise no more.
@@ -123,13 +124,20 @@ class ChecksumSeal:
 
     def seal(self, record: RecordId, payload: Buffer, scratch: Scratch) -> Sequence[Buffer]:
         header = encode_record_header(RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags))
-        return (header, payload, CRC_TRAILER.pack(zlib.crc32(payload, zlib.crc32(header))))
+        return (header, payload, _checksum(header, payload))
 
     def open(self, expected: RecordId, data: memoryview) -> Buffer:
         check_header(expected, data, flags=self.flags)
-        if data[-TRAILER_BYTES:] != CRC_TRAILER.pack(zlib.crc32(data[:-TRAILER_BYTES])):
+        payload = data[RECORD_HEADER.size : -TRAILER_BYTES]
+        if data[-TRAILER_BYTES:] != _checksum(data[: RECORD_HEADER.size], payload):
             raise FormatError("payload checksum does not match")
-        return data[RECORD_HEADER.size : -TRAILER_BYTES].toreadonly()
+        return payload.toreadonly()
+
+
+def _checksum(header: Buffer, payload: Buffer) -> bytes:
+    # The header's own CRC must stay out: any text followed by its CRC leaves CRC32 in the same state, and the sum would
+    # no longer depend on the header.
+    return CRC_TRAILER.pack(zlib.crc32(payload, zlib.crc32(header[: -CRC.size])))
 
 
 def check_header(expected: RecordId, data: memoryview, *, flags: int) -> RecordHeader:

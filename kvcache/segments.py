@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcache.errors import CorruptRecord, DiskFull, FormatError, UnreadableRecord
-from kvcache.format import RECORD_OVERHEAD, SEGMENT_HEADER, SegmentHeader, encode_segment_header
+from kvcache.format import MAX_PAYLOAD_BYTES, RECORD_OVERHEAD, SEGMENT_HEADER, SegmentHeader, encode_segment_header
 from kvcache.records import Buffer, RecordId
 from kvcache.seal import Scratch, Seal, check_header, new_buffer
 from kvcache.storage import Storage
@@ -87,7 +87,8 @@ class SegmentLog:
     @property
     def max_payload_bytes(self) -> int:
         """The largest payload that an empty store takes; negative if it takes none."""
-        return self._budget - self._segment_bytes - SEGMENT_HEADER.size - RECORD_OVERHEAD
+        room = self._budget - self._segment_bytes - SEGMENT_HEADER.size - RECORD_OVERHEAD
+        return min(room, MAX_PAYLOAD_BYTES)
 
     def plan_room(self, record_bytes: int, *, limit: int | None = None, can_evict: bool) -> Step:
         """What must happen for a record of this size, overhead included, to fit under `limit`; 0 for no record.
@@ -97,14 +98,16 @@ class SegmentLog:
         Following the steps until READY or FULL always ends: every one makes the files or the live bytes smaller.
         """
         capacity = self._capacity()
+        slack = 0.0  # for a limit that was asked for, as little is evicted as it takes
         if limit is None:
             limit = capacity - self._segment_bytes
+            slack = max(limit * CLEANING_SHARE, 2 * self._segment_bytes)
         need = record_bytes
         if need and self._must_roll():
             need += SEGMENT_HEADER.size
         if self.file_bytes + need <= limit:
             return Step.READY
-        if can_evict and self.live_bytes + need > limit - max(limit * CLEANING_SHARE, 2 * self._segment_bytes):
+        if can_evict and self.live_bytes + need > limit - slack:
             return Step.EVICT
         victim = self._least_live()
         if victim is not None and self.file_bytes + victim.live + 2 * SEGMENT_HEADER.size <= capacity:

@@ -58,6 +58,10 @@ class Tally:
         self._records[what] += 1
         self._bytes[what] += size
 
+    def write_error(self, error: Exception) -> None:
+        self.write_errors += 1
+        self.last_error = f"{type(error).__name__}: {error}"
+
     def total(self, what: object) -> Usage:
         return Usage(self._records[what], self._bytes[what])
 

@@ -1,40 +1,34 @@
 """The record store: memory and disk tiers under byte budgets, behind one I/O thread. Takes and returns bytes.
 
-Owns placement, spilling, eviction and what happens when the disk does not play along. It knows nothing of tokens,
-layers or snapshots: which records belong together, and in which order they may go, is told by its owner's `touch`
-and `pin`.
+Owns what callers see, and placement: what stays in memory, what is queued for the disk, what is refused. The disk side
+is `kvcache.disk_tier`. It knows nothing of tokens, layers or snapshots: which records belong together, and in which
+order they may go, is told by its owner's `touch` and `pin`.
 
-Threads: `_lock` guards the index and the counters and is never held across I/O, encryption or a callback. Segment
-files belong to the I/O thread alone; other threads leave freed extents in `_released` for it.
+Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
+belong to the I/O thread alone; other threads leave freed extents in the index for it.
 
 Process memory held: `memory_bytes`, at most twice `queue_bytes` of pending payloads, and one sealed record.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
-from kvcache.errors import DiskFull, MissingRecord, RecordError, StoreClosed
-from kvcache.format import RECORD_OVERHEAD
-from kvcache.index import Entry, RecordIndex
+from kvcache.disk_tier import DiskTier, Ledger
+from kvcache.errors import StoreClosed
+from kvcache.index import Entry
 from kvcache.records import Buffer, FetchResult, PutResult, RecordId, RecordKind, Tier
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
-from kvcache.segments import Extent, SegmentLog, Step
-from kvcache.stats import StoreStats, Tally, Usage
+from kvcache.segments import SegmentLog
+from kvcache.stats import StoreStats, Usage
 from kvcache.storage import FileStorage, Storage
 from kvcache.writer import CircuitBreaker, IoThread
 
 __all__ = ["FetchResult", "PutResult", "StoreConfig", "StoreStats", "TieredStore", "Usage"]
-
-log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
@@ -59,9 +53,6 @@ class StoreConfig:
                 raise ValueError(f"{name} must not be negative")
         if self.segment_bytes <= 0:
             raise ValueError("segment_bytes must be positive")
-
-
-_Source: TypeAlias = tuple[Entry, Tier, Buffer | None, Extent | None]
 
 
 class TieredStore:
@@ -89,19 +80,16 @@ class TieredStore:
             min_free_bytes=config.min_free_bytes,
         )
         self._io = IoThread("kvcache-io", clock)
-        self._lock = threading.Lock()
-        self._settled = threading.Condition(self._lock)  # something left PENDING
-        self._index = RecordIndex()
+        self._ledger = Ledger()
+        self._lock = self._ledger.lock
+        self._index = self._ledger.index
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
-        self._refusal = PutResult.SKIPPED_DISK_ERROR  # what implicit records hear while the breaker is open
-        self._awaits_room = False  # the last failure was ours to end: everything was pinned
-        self._closed = False
-        self._tally = Tally()
+        self._disk = DiskTier(self._ledger, self._segments, self._io, self._breaker, clock)
 
     # Life
 
     def start(self) -> None:
-        """Start the I/O thread. Until then, records are accepted but nothing is written and no fetch is answered."""
+        """Start the I/O thread. Until then records are accepted, but nothing is written or read from disk."""
         self._io.start()
 
     def close(self) -> None:
@@ -110,13 +98,13 @@ class TieredStore:
         Fetches that still wait are answered with StoreClosed.
         """
         with self._lock:
-            if self._closed:
+            if self._ledger.closed:
                 return
-            self._closed = True
+            self._ledger.closed = True
         self._io.stop()
-        with self._settled:
+        with self._lock:
             self._index.clear()
-            self._settled.notify_all()
+            self._ledger.settled.notify_all()
         self._segments.close()
 
     # Records
@@ -131,7 +119,7 @@ class TieredStore:
         with self._lock:
             result = self._admit(record, data, explicit=explicit)
             if not result.held:
-                self._tally.skipped[result] += 1
+                self._ledger.tally.skipped[result] += 1
         return result
 
     def locate(self, record: RecordId) -> Tier | None:
@@ -164,20 +152,20 @@ class TieredStore:
         with self._lock:
             for record in unwanted:
                 self._index.unpin(record)
-            self._room_was_made()
+            self._disk.room_was_made()
 
     def delete(self, records: Iterable[RecordId]) -> None:
         """Forget records, pinned or not; `drain_evicted` does not report them. Disk space follows a moment later."""
         unwanted = list(records)
-        with self._settled:
+        with self._lock:
             for record in unwanted:
                 entry = self._index.get(record)
                 if entry is not None:
                     self._index.remove(entry)
                 self._index.forgive(record)
-            self._settled.notify_all()
-            self._room_was_made()
-            self._io.submit(self._apply_releases, urgent=True)
+            self._ledger.settled.notify_all()
+            self._disk.room_was_made()
+            self._io.submit(self._disk.apply_releases, urgent=True)
 
     def drain_evicted(self) -> list[RecordId]:
         """Records that ceased to be held since the last call without being deleted: evicted, corrupt, not writable."""
@@ -196,13 +184,13 @@ class TieredStore:
         result = self._from_memory(wanted)
         if result is not None:
             done(result)
-        elif not self._io.submit(lambda: done(self._read(wanted)), urgent=True):
+        elif not self._io.submit(lambda: done(self._disk.read(wanted)), urgent=True):
             done(FetchResult.refused(StoreClosed("the store is closed")))
 
     def fetch_now(self, records: Sequence[RecordId]) -> FetchResult:
         """`fetch` that waits for its result; the caller must hold no lock that a `done` callback takes."""
         wanted = tuple(records)
-        return self._from_memory(wanted) or self._io.call(partial(self._read, wanted))
+        return self._from_memory(wanted) or self._io.call(partial(self._disk.read, wanted))
 
     # Maintenance
 
@@ -213,21 +201,17 @@ class TieredStore:
         thread, so the caller must hold no lock that a `done` callback takes.
         """
         if memory_bytes is not None:
-            with self._settled:
+            with self._lock:
                 self._shrink_memory(memory_bytes)
         if disk_bytes is not None:
-            try:
-                self._io.call(partial(self._trim_disk, disk_bytes))
-            except OSError as error:  # while copying live records on; what was not copied stays where it is
-                with self._lock:
-                    self._note_write_error(error)
+            self._io.call(partial(self._disk.trim, disk_bytes))
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is PENDING; False if that takes longer than `timeout` seconds."""
         if not self._io.started:
             self.run_pending()
-        with self._settled:
-            return self._settled.wait_for(lambda: not self._index.records_in(Tier.PENDING), timeout)
+        with self._lock:
+            return self._ledger.settled.wait_for(lambda: not self._index.records_in(Tier.PENDING), timeout)
 
     def run_pending(self, jobs: int | None = None) -> None:
         """Do what the I/O thread would, up to `jobs` jobs, in the calling thread. Only while that is not started."""
@@ -238,7 +222,7 @@ class TieredStore:
 
     def stats(self) -> StoreStats:
         with self._lock:
-            index, files = self._index, self._segments.file_bytes
+            index, tally, files = self._index, self._ledger.tally, self._segments.file_bytes
             return StoreStats(
                 usage=index.usage(),
                 memory_bytes=index.bytes_in(Tier.MEMORY),
@@ -248,17 +232,17 @@ class TieredStore:
                 live_ratio=self._segments.live_bytes / files if files else 1.0,
                 segments=self._segments.segments,
                 pinned=index.pinned,
-                written=self._tally.total("written"),
-                read=self._tally.by_tier("read"),
-                copied_on=self._tally.total("copied on"),
-                evicted=self._tally.by_tier("evicted"),
-                skipped=dict(self._tally.skipped),
-                missing=self._tally.missing,
-                corrupt=self._tally.corrupt,
-                write_errors=self._tally.write_errors,
+                written=tally.total("written"),
+                read=tally.by_tier("read"),
+                copied_on=tally.total("copied on"),
+                evicted=tally.by_tier("evicted"),
+                skipped=dict(tally.skipped),
+                missing=tally.missing,
+                corrupt=tally.corrupt,
+                write_errors=tally.write_errors,
                 failed_jobs=self._io.failed_jobs,
                 paused=self._breaker.is_open(self._clock()),
-                last_error=self._tally.last_error or self._io.last_failure,
+                last_error=tally.last_error or self._io.last_failure,
             )
 
     def __repr__(self) -> str:
@@ -271,38 +255,16 @@ class TieredStore:
     def _from_memory(self, records: tuple[RecordId, ...]) -> FetchResult | None:
         """The answer if it takes no disk, else None."""
         with self._lock:
-            found = self._find(records)
+            found = self._ledger.find(records)
             if isinstance(found, FetchResult):
                 return found
             payloads = [payload for _, _, payload, _ in found if payload is not None]
-            if len(payloads) < len(found):
-                return None
-            return self._served([(entry, tier) for entry, tier, _, _ in found], payloads)
+            return self._ledger.served(found, payloads) if len(payloads) == len(found) else None
 
-    # REQUIRES, from here to the next such line: lock is held
-
-    def _find(self, records: tuple[RecordId, ...]) -> list[_Source] | FetchResult:
-        """Where each record is at this moment, or the refusal of the first that is nowhere."""
-        if self._closed:
-            return FetchResult.refused(StoreClosed("the store is closed"))
-        found: list[_Source] = []
-        for record in records:
-            entry = self._index.get(record)
-            if entry is None:
-                self._tally.missing += 1
-                return FetchResult.refused(MissingRecord(record, "not held"))
-            found.append((entry, entry.tier, entry.payload, entry.extent))
-        return found
-
-    def _served(self, sources: list[tuple[Entry, Tier]], payloads: list[Buffer]) -> FetchResult:
-        for entry, tier in sources:
-            self._tally.add(("read", tier), entry.size)
-        return FetchResult(
-            payloads=payloads, tiers=[tier for _, tier in sources], sizes=[entry.size for entry, _ in sources]
-        )
+    # Placement. REQUIRES: lock is held
 
     def _admit(self, record: RecordId, data: Buffer, *, explicit: bool) -> PutResult:
-        if self._closed:
+        if self._ledger.closed:
             return PutResult.SKIPPED_CLOSED
         entry = self._index.get(record)
         if entry is not None:
@@ -319,8 +281,9 @@ class TieredStore:
                 return PutResult.SKIPPED_MEMORY_FULL
         if not fits_disk:
             return PutResult.SKIPPED_TOO_LARGE
-        if not explicit and self._breaker.is_open(self._clock()):
-            return self._refusal
+        refusal = self._disk.refusal()
+        if refusal is not None and not explicit:
+            return refusal
         if not self._queue_takes(size, explicit=explicit):
             return PutResult.SKIPPED_QUEUE_FULL
         self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit))
@@ -338,7 +301,7 @@ class TieredStore:
                 self._index.move(victim, Tier.PENDING)
                 self._enqueue(victim)
             else:
-                self._evict(victim)
+                self._ledger.evict(victim)
         return True
 
     def _queue_limit(self, *, explicit: bool) -> int:
@@ -348,145 +311,7 @@ class TieredStore:
         return self._index.bytes_in(Tier.PENDING) + size <= self._queue_limit(explicit=explicit)
 
     def _enqueue(self, entry: Entry) -> None:
-        self._io.submit(partial(self._write, entry))
-
-    def _evict(self, entry: Entry) -> None:
-        self._tally.add(("evicted", entry.tier), entry.size)
-        self._index.lose(entry)
-
-    def _room_was_made(self) -> None:
-        """Try at once what failed only for want of something to evict."""
-        if self._awaits_room:
-            self._awaits_room = False
-            self._resume()
-
-    def _resume(self) -> None:
-        if self._breaker.success():
-            self._io.pause(until=float("-inf"))
-
-    def _note_write_error(self, error: Exception) -> None:
-        self._tally.write_errors += 1
-        self._tally.last_error = f"{type(error).__name__}: {error}"
-
-    # REQUIRES, from here on: the I/O thread, or nobody else in its place; lock is not held
-
-    def _write(self, entry: Entry) -> None:
-        with self._lock:
-            if not self._index.is_current(entry) or entry.payload is None:
-                return  # deleted while it waited
-            payload = entry.payload
-        try:
-            if not self._make_room(entry.size + RECORD_OVERHEAD):
-                raise DiskFull(f"no room for {entry.size} bytes: everything on disk is pinned, or the disk is full")
-            extent = self._segments.append(entry.record, payload)
-        except Exception as error:  # whatever went wrong, a record left PENDING would block the queue for good
-            self._write_failed(entry, error)
-            return
-        with self._settled:
-            self._awaits_room = False
-            self._resume()
-            self._tally.add("written", entry.size)
-            if self._index.is_current(entry):
-                self._index.move(entry, Tier.DISK, extent=extent)
-                self._settled.notify_all()
-            else:
-                self._index.release(extent)  # deleted while it was written
-
-    def _write_failed(self, entry: Entry, error: Exception) -> None:
-        full = isinstance(error, DiskFull) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        with self._settled:
-            self._note_write_error(error)
-            self._refusal = PutResult.SKIPPED_DISK_FULL if full else PutResult.SKIPPED_DISK_ERROR
-            self._awaits_room = isinstance(error, DiskFull)
-            paused = self._breaker.failure(self._clock())
-            if paused:
-                self._io.pause(until=self._breaker.open_until)
-            if self._index.is_current(entry):
-                if self._index.is_pinned(entry.record):
-                    self._enqueue(entry)  # in use: it stays readable from memory until the disk takes it
-                else:
-                    self._index.lose(entry)
-                    self._settled.notify_all()
-        if paused:
-            log.warning("writes to the cache's disk tier pause: %s", error)
-
-    def _trim_disk(self, limit: int) -> None:
-        with self._lock:
-            if self._closed:
-                return
-        self._make_room(0, limit=limit)
-
-    def _make_room(self, record_bytes: int, *, limit: int | None = None) -> bool:
-        """Evict and clean until an append of this size fits; between steps, waiting reads go first."""
-        while True:
-            self._io.run_urgent()
-            self._apply_releases()
-            with self._lock:
-                can_evict = self._index.has_victim(Tier.DISK)
-            match self._segments.plan_room(record_bytes, limit=limit, can_evict=can_evict):
-                case Step.READY:
-                    return True
-                case Step.FULL:
-                    return False
-                case Step.EVICT:
-                    with self._lock:
-                        victim = self._index.pop_victim(Tier.DISK)
-                        if victim is not None:
-                            self._evict(victim)
-                case Step.CLEAN:
-                    for record, extent in self._segments.cleaning_victim():
-                        self._io.run_urgent()
-                        self._copy_on(record, extent)
-
-    def _copy_on(self, record: RecordId, extent: Extent) -> None:
-        with self._lock:
-            entry = self._index.get(record)
-            if entry is None or entry.extent != extent:
-                return  # gone since the segment was chosen
-        try:
-            moved = self._segments.copy_on(record, extent)
-        except RecordError as error:
-            self._drop_bad(entry, error)
-            return
-        with self._lock:
-            self._tally.add("copied on", entry.size)
-            if self._index.is_current(entry):
-                entry.extent, moved = moved, extent
-            self._index.release(moved)
-
-    def _apply_releases(self) -> None:
-        with self._lock:
-            released = self._index.take_released()
-        for extent in released:
-            self._segments.release(extent)
-
-    def _read(self, records: tuple[RecordId, ...]) -> FetchResult:
-        with self._lock:
-            found = self._find(records)
-        if isinstance(found, FetchResult):
-            return found
-        payloads: list[Buffer] = []
-        for entry, _, payload, extent in found:
-            if extent is not None:
-                try:
-                    payload = self._segments.read(entry.record, extent)
-                except RecordError as error:
-                    self._drop_bad(entry, error)
-                    self._apply_releases()
-                    return FetchResult.refused(error)
-            assert payload is not None, "a record without an extent has its payload in memory"
-            payloads.append(payload)
-        with self._lock:
-            return self._served([(entry, tier) for entry, tier, _, _ in found], payloads)
-
-    def _drop_bad(self, entry: Entry, error: RecordError) -> None:
-        with self._lock:
-            if not self._index.is_current(entry):
-                return
-            self._tally.corrupt += 1
-            self._tally.last_error = str(error)
-            self._index.lose(entry)
-        log.warning("dropped a cached record: %s", error)
+        self._io.submit(partial(self._disk.write, entry))
 
 
 def _as_bytes(payload: Buffer) -> Buffer:
