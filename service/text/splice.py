@@ -1,0 +1,138 @@
+"""Rendered text with token runs in it, as token ids. Owns the placeholders that carry ids through a template.
+
+A template joins texts, so a message's token run travels through it as a placeholder and is put back afterwards. What
+stands left and right of it is encoded by itself: the run stays as it was sent, without any drift.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.errors import InvalidField
+from service.request import ChatInput, TextPart
+from service.text.template import Turn
+from service.text.tokens import Span, TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """Texts that stand for token runs; none of them occurs in the caller's own text."""
+
+    runs: dict[str, tuple[int, ...]]
+
+    def split(self, text: str) -> list[str]:
+        """`text` cut before and after each placeholder; empty pieces left out."""
+        if not self.runs:
+            return [text] if text else []
+        return [piece for piece in re.split(f"({'|'.join(map(re.escape, self.runs))})", text) if piece]
+
+    def require_all(self, text: str, at: str) -> None:
+        """InvalidField unless the template kept every token run, once."""
+        for placeholder in self.runs:
+            if text.count(placeholder) != 1:
+                raise InvalidField.at(at, "the chat template leaves out or repeats a message's token run: send text")
+
+
+def to_turns(chat: ChatInput) -> tuple[tuple[Turn, ...], Placeholders]:
+    """The messages as a template takes them."""
+    own = "".join(part.text for message in chat.messages for part in message.parts if isinstance(part, TextPart))
+    stem = "kvforktokens"
+    while stem in own:
+        stem += "x"
+    runs: dict[str, tuple[int, ...]] = {}
+    turns = []
+    for message in chat.messages:
+        content = ""
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                content += part.text
+            elif part.ids:
+                placeholder = f"{stem}{len(runs)}q"
+                runs[placeholder] = part.ids
+                content += placeholder
+        turns.append(Turn(message.role, content))
+    return tuple(turns), Placeholders(runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spliced:
+    """`text` (placeholders in it) behind `before`, encoded. `spans` are the characters of each token."""
+
+    codec: TextCodec
+    before: str
+    text: str
+    placeholders: Placeholders
+    continuing: bool
+    tokens: tuple[int, ...]
+    spans: tuple[Span, ...]
+    seams: frozenset[int]  # token counts at which a token run begins or ends
+
+    def plain_text(self) -> str:
+        """The text with token runs decoded."""
+        runs = self.placeholders.runs
+        pieces = self.placeholders.split(self.text)
+        return "".join(self.codec.text_of(runs[piece]) if piece in runs else piece for piece in pieces)
+
+    def token_count_at(self, length: int) -> int | None:
+        """How many tokens the first `length` characters are, if encoding them alone gives just these tokens."""
+        count = bisect_left(self.spans, length, key=lambda span: span[0])
+        if count and self.spans[count - 1][1] > length:
+            return None
+        # Text is cut at added tokens before anything else, so that at their borders both sides stand alone.
+        beside = self.tokens[max(count - 1, 0) : count + 1]
+        if count == len(self.tokens) or count in self.seams or not self.codec.added_ids.isdisjoint(beside):
+            return count
+        alone = splice(
+            self.codec, self.text[:length], self.placeholders, before=self.before, continuing=self.continuing
+        )
+        return count if alone.tokens == self.tokens[:count] else None
+
+
+def splice(
+    codec: TextCodec, text: str, placeholders: Placeholders, *, before: str = "", continuing: bool = False
+) -> Spliced:
+    """Encodes `text` as it reads behind `before`, or behind unknown text with `continuing`."""
+    tokens: list[int] = []
+    spans: list[Span] = []
+    seams = set()
+    at = 0
+    for piece in placeholders.split(text):
+        end = at + len(piece)
+        run = placeholders.runs.get(piece)
+        if run is not None:
+            seams.add(len(tokens))
+            tokens += run
+            spans += [(at, end)] * len(run)
+            seams.add(len(tokens))
+        else:
+            ids, offsets = _encode_behind(codec, before if at == 0 else "", piece, continuing=continuing or at > 0)
+            tokens += ids
+            spans += [(at + a, at + b) for a, b in offsets]
+        at = end
+    return Spliced(
+        codec=codec,
+        before=before,
+        text=text,
+        placeholders=placeholders,
+        continuing=continuing,
+        tokens=tuple(tokens),
+        spans=tuple(spans),
+        seams=frozenset(seams),
+    )
+
+
+def _encode_behind(
+    codec: TextCodec, before: str, text: str, *, continuing: bool
+) -> tuple[Sequence[int], Sequence[Span]]:
+    if not before:
+        return codec.encode_spans(text, continuing=continuing)
+    head = codec.encode(before)
+    ids, offsets = codec.encode_spans(before + text)
+    if ids[: len(head)] != head:
+        # A token would reach over the border. The context's own ids stand, so the new text is encoded by itself.
+        return codec.encode_spans(text, continuing=True)
+    skip = len(before)
+    return ids[len(head) :], [(a - skip, b - skip) for a, b in offsets[len(head) :]]
