@@ -1,23 +1,15 @@
-"""Rigs over real models, one for each model and session; the real ones are fetched on first use."""
+"""Rigs over real models, one for each model and module; the real ones are fetched on first use."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-from rig import Rig
 
-from service.models import resolve
+from tests.engine.rig import Rig, open_rig
 
 TINY = ("tiny-llama", "tiny-gemma3", "tiny-gemma3-w64", "tiny-gpt-oss", "tiny-qwen3_5", "tiny-lfm2")
 REAL = ("smollm2", "gemma3")
-
-
-def open_rig(name: str, **how: object) -> Rig:
-    if name == "gemma3" and os.environ.get("KVFORK_ACCEPT_GEMMA_TERMS") != "1":
-        pytest.skip("gemma3 needs KVFORK_ACCEPT_GEMMA_TERMS=1 (make test sets it)")
-    return Rig(resolve(name), **how)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=TINY)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from kvcache.cache import PrefixCache
 from kvcache.receipt import Usage
@@ -14,6 +17,7 @@ from kvcache.records import RecordId, RecordKind
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
 from service.engine import cpu
+from service.models import resolve
 from service.loop import EngineLoop
 from service.request import Sampling, Stopping
 from service.scheduler import Scheduler, SchedulerConfig
@@ -177,3 +181,10 @@ def prompt_of(rig: Rig, length: int, seed: int = 1) -> list[int]:
         state = (state * 1103515245 + 12345) % 2**31
         tokens.append(20 + (state >> 8) % (vocab - 24))
     return tokens
+
+
+def open_rig(name: str, **how: object) -> Rig:
+    """A rig on a known model; gemma3 is skipped where its terms were not accepted."""
+    if name == "gemma3" and os.environ.get("KVFORK_ACCEPT_GEMMA_TERMS") != "1":
+        pytest.skip("gemma3 needs KVFORK_ACCEPT_GEMMA_TERMS=1 (make test sets it)")
+    return Rig(resolve(name), **how)

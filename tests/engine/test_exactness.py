@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from conftest import open_rig
-from rig import GREEDY, Outcome, Rig, prompt_of
 
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from kvcache.tree import Node
 from service.request import Sampling
+from tests.engine.rig import GREEDY, Outcome, Rig, open_rig, prompt_of
 
 pytestmark = pytest.mark.mlx
 

@@ -1,0 +1,67 @@
+# One file to set up, try, test and measure kvfork. `make` alone tells what there is.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  ?= smollm2
+PROTOS := types inference_service snapshot_service server_service
+
+# The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
+export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve chat test test-slow check lint type gen gen-check clients-test bench clean
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  MODEL=gemma3 picks the sliding-window model for demo and serve; ARGS=... is passed on."
+
+setup: $(VENV)/.done ## Make the environment (.venv); the other targets do it when needed
+
+$(VENV)/.done: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}" if v < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --progress-bar on --upgrade pip
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,cpu,dev]'
+	@touch $@
+
+demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3)
+	$(BIN)/kvfork demo --model $(MODEL) $(ARGS)
+
+serve: setup ## Serve a model on 127.0.0.1:50051 (MODEL=..., ARGS="--max-batch 4")
+	$(BIN)/kvfork serve --model $(MODEL) $(ARGS)
+
+chat: setup ## Talk to a running server
+	$(BIN)/kvfork chat $(ARGS)
+
+test: setup ## Run the test suite (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup ## Run the longer tests too: soak, memory, every client
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: setup ## Formatting, lint and the contract's lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/buf lint proto
+
+type: setup ## mypy, strict outside the engine
+	$(BIN)/mypy
+
+gen: setup ## Regenerate the stubs from proto/
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto \
+		$(PROTOS:%=kvfork/v1/%.proto)
+
+gen-check: gen ## Fail if the committed stubs differ from what proto/ gives
+	git diff --exit-code -- proto
+
+check: lint type gen-check test test-slow ## Everything that CI runs
+
+bench: setup ## Run every benchmark and draw the plots under docs/ (minutes)
+	$(BIN)/python -m tests.bench all $(ARGS)
+
+bench-%: setup ## Run one benchmark: bench-rollback, bench-chat, ...
+	$(BIN)/python -m tests.bench $* $(ARGS)
+
+clean: ## Remove the environment and what tools left; models stay in the cache directory
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
