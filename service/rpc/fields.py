@@ -17,6 +17,11 @@ from service.errors import FieldViolation, InvalidField
 # Kept violations: more would not fit into a status, and a hostile message could hold millions.
 MOST_KEPT = 64
 
+# Pieces of one request, all inputs together. A message of the largest size could hold tens of millions, and only
+# looking at each would hold up every other call; these are far beyond any context.
+MAX_PARTS = 2**16
+MAX_TOKENS = 2**22
+
 MAX_LABELS = 64
 MAX_LABEL_KEY = 63  # as Kubernetes labels, which orchestrators copy from
 MAX_LABEL_VALUE = 255
@@ -37,6 +42,7 @@ class Fields:
         self._reasons: set[str] = set()
         self._metadata: dict[str, str] = {}
         self._count = 0
+        self._parts = self._tokens = 0
 
     def wrong(self, path: str, text: str, *, reason: str = InvalidField.reason, **metadata: str) -> None:
         """Notes that the field at `path` is wrong. `reason` tells more than INVALID_FIELD where the contract does."""
@@ -55,6 +61,16 @@ class Fields:
         reason = next(iter(self._reasons)) if len(self._reasons) == 1 else InvalidField.reason
         metadata = {**self._metadata, "fieldCount": str(self._count)}
         raise InvalidField(text, fields=tuple(self._found), reason=reason, metadata=metadata)
+
+    def too_many(self, path: str, *, parts: int = 0, tokens: int = 0) -> bool:
+        """Whether the request now has more parts or tokens than are looked at; then `path` is wrong."""
+        self._parts += parts
+        self._tokens += tokens
+        for count, most, what in ((self._parts, MAX_PARTS, "parts"), (self._tokens, MAX_TOKENS, "tokens")):
+            if count > most:
+                self.wrong(path, f"a request has at most {most} {what}")
+                return True
+        return False
 
     # Checks shared by several messages.
 
@@ -109,7 +125,8 @@ class Fields:
         if len(value) > MAX_LABELS:
             self.wrong(path, f"at most {MAX_LABELS} labels, are {len(value)}")
             return ()
-        for key, text in value.items():
+        ordered = tuple(sorted(value.items()))
+        for key, text in ordered:
             at = f"{path}[{quoted(key)}]"
             if len(key) > MAX_LABEL_KEY or not _LABEL_KEY.fullmatch(key):
                 self.wrong(
@@ -117,7 +134,7 @@ class Fields:
                 )
             if len(text) > MAX_LABEL_VALUE:
                 self.wrong(at, f"a value has at most {MAX_LABEL_VALUE} characters, has {len(text)}")
-        return tuple(sorted(value.items()))
+        return ordered
 
 
 def quoted(value: str, most: int = 80) -> str:

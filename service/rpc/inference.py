@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any, cast
 
 import grpc.aio
@@ -12,10 +10,10 @@ from kvfork.v1 import inference_service_pb2 as pb
 from kvfork.v1 import inference_service_pb2_grpc as pb_grpc
 
 from service.core_api import Inference
-from service.errors import SlowReader
 from service.events import Event
 from service.rpc import mapping_in, mapping_out
 from service.rpc.caller import caller_of
+from service.rpc.reader import Reader
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -33,9 +31,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         call = mapping_in.read_generate(request, self._limits, deadline=context.time_remaining())
         # The iterator is a generator in all but name: closing it is what frees the row, however this call ends.
         events = cast(AsyncGenerator[Event, None], self._core.generate(call, caller_of(context)))
-        async with aclosing(events):
+        async with Reader(context, events, patience=self._write_stall) as reader:
             async for event in events:
-                await self._write(context, mapping_out.write_event(event))
+                await reader.write(mapping_out.write_event(event))
 
     async def StopGeneration(self, request: pb.StopGenerationRequest, context: Context) -> pb.StopGenerationResponse:
         generation = mapping_in.read_stop_generation(request)
@@ -57,12 +55,3 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         call = mapping_in.read_count_tokens(request)
         return mapping_out.write_counted(await self._core.count_tokens(call, caller_of(context)))
-
-    async def _write(self, context: Context, message: pb.GenerateResponse) -> None:
-        # A reader that stopped reading holds several MB of window before a write blocks; only then does it show.
-        try:
-            async with asyncio.timeout(self._write_stall):
-                await context.write(message)
-        except TimeoutError:
-            text = f"the stream was not read for {self._write_stall:g} s"
-            raise SlowReader(text, hint="read faster, or ask for larger deltas") from None

@@ -2,6 +2,7 @@
 
 * `CallError` becomes the status that `status` has for it.
 * An abort and a cancellation pass untouched: swallowing either leaks the call.
+* A request that cannot be parsed is the caller's mistake, and gets a status of ours instead of gRPC's UNKNOWN.
 * Anything else is a bug. The client gets a fixed text and an incident id; the log gets the id and where it happened,
   but not the exception's own words, which may hold a prompt.
 """
@@ -12,12 +13,13 @@ import logging
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from service.errors import CallError, Internal
+from service.errors import CallError, Internal, InvalidField
 from service.rpc.status import status_of
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith(self._prefix):
             return handler
         codecs = {
-            "request_deserializer": handler.request_deserializer,
+            "request_deserializer": _tolerant(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
@@ -54,26 +56,48 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         raise AssertionError(f"{method}: the contract has no client streaming")
 
 
+UNREADABLE = object()  # stands for a request that is no message
+
+
+def _tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    assert parse is not None, "generated handlers have one"
+
+    def parse_or_tell(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return UNREADABLE
+
+    return parse_or_tell
+
+
 def _guarded(handler: Callable[..., Any], method: str) -> Any:
     # Streams of ours write to the context instead of yielding, so one wrapper serves both kinds and no generator is
     # left to be closed by the garbage collector.
     async def guarded(request: Any, context: Context) -> Any:
         try:
+            if request is UNREADABLE:
+                raise InvalidField("the request cannot be parsed as this method's message")
             return await handler(request, context)
-        except CallError as error:
-            await context.abort_with_status(status_of(error, names_snapshot=names_snapshot(request)))
         except grpc.aio.AbortError:
             raise  # it is an Exception, and the call has its status already
-        except Exception as error:  # a bug of ours: nothing of it may reach the client
-            await _abort_internal(error, method, context)
+        except Exception as error:  # ours or a bug: either way its status is all that may leave
+            status = _status_for(error, request, method)
+        # Outside of the except clause: should the abort fail as well, grpc logs it with all that it came after.
+        return await context.abort_with_status(status)
 
     return guarded
 
 
-async def _abort_internal(error: Exception, method: str, context: Context) -> NoReturn:
+def _status_for(error: Exception, request: object, method: str) -> grpc.Status:
+    if isinstance(error, CallError):
+        try:
+            return status_of(error, names_snapshot=names_snapshot(request))
+        except Exception as broken:  # an error that cannot be written down must not hide that there was one
+            error = broken
     incident = uuid.uuid4().hex
     log.error("incident %s in %s: %s", incident, method, describe(error))
-    await context.abort_with_status(status_of(Internal(INTERNAL_TEXT), incident=incident))
+    return status_of(Internal(INTERNAL_TEXT), incident=incident)
 
 
 def describe(error: BaseException) -> str:

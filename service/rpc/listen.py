@@ -43,7 +43,10 @@ class UnixSocket:
 
         Raises CannotListen if a server answers on it, or if something else is in its place.
         """
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotListen(f"cannot listen on {self.path}: {error.strerror}") from error
         # gRPC replaces an existing socket file unasked, a living server's too. So the look and the bind are one step
         # among servers of ours, held together by a lock on the folder, which leaves no file behind.
         with _locked(self.path.parent):

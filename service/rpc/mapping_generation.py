@@ -34,7 +34,7 @@ def read_sampling(message: pb.Sampling, path: str, fields: Fields) -> Sampling:
         fields.wrong(f"{path}.logit_bias", f"at most {MAX_LOGIT_BIAS} entries, are {len(message.logit_bias)}")
         bias: dict[int, float] = {}
     else:
-        bias = dict(message.logit_bias)
+        bias = dict(sorted(message.logit_bias.items()))  # a map has no order on the wire
     for token, value in bias.items():
         at = f"{path}.logit_bias[{token}]"
         fields.number(at, value, -100, 100)
@@ -48,7 +48,7 @@ def read_sampling(message: pb.Sampling, path: str, fields: Fields) -> Sampling:
         repetition_penalty=number("repetition_penalty", 0.01, 100),
         frequency_penalty=number("frequency_penalty", -100, 100),
         presence_penalty=number("presence_penalty", -100, 100),
-        logit_bias=tuple(sorted(bias.items())),
+        logit_bias=tuple(bias.items()),
         seed=message.seed if message.HasField("seed") else None,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvfork.v1 import types_pb2 as pb
 
@@ -62,6 +62,8 @@ def _read_raw(message: pb.RawInput, path: str, fields: Fields, *, has_parent: bo
 def _read_chat(message: pb.ChatInput, path: str, fields: Fields) -> ChatInput:
     if not message.messages:
         fields.wrong(f"{path}.messages", "must not be empty")
+    if fields.too_many(f"{path}.messages", parts=len(message.messages)):
+        return ChatInput(messages=())
     messages = []
     for index, turn in enumerate(message.messages):
         at = f"{path}.messages[{index}]"
@@ -79,15 +81,19 @@ def _read_chat(message: pb.ChatInput, path: str, fields: Fields) -> ChatInput:
     )
 
 
-def _read_parts(parts: Iterable[pb.Part], path: str, fields: Fields) -> tuple[Part, ...]:
+def _read_parts(parts: Sequence[pb.Part], path: str, fields: Fields) -> tuple[Part, ...]:
     read: list[Part] = []
+    if fields.too_many(f"{path}.parts", parts=len(parts)):
+        return ()
     for index, part in enumerate(parts):
         at = f"{path}.parts[{index}]"
         match part.WhichOneof("kind"):
             case "text":
                 read.append(TextPart(part.text))
             case "tokens":
-                read.append(TokenPart(read_token_ids(part.tokens.ids, f"{at}.tokens.ids", fields)))
+                ids = part.tokens.ids
+                if not fields.too_many(f"{at}.tokens.ids", tokens=len(ids)):
+                    read.append(TokenPart(read_token_ids(ids, f"{at}.tokens.ids", fields)))
             case "image":
                 text = "images are not served yet: text and tokens only"
                 fields.wrong(f"{at}.image", text, reason="IMAGE_UNSUPPORTED")

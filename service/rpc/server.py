@@ -142,12 +142,14 @@ async def serve(core: Inference, config: Config, *, ready: Callable[[Sequence[st
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+    grace: float | None = None  # cancelled or failing: nothing to wait for
     try:
         ready(addresses)
         await stopping.wait()
         await server.drain()
+        grace = GRACE
     finally:
-        await server.stop()
+        await server.stop(grace)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
     return EXIT_OK

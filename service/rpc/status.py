@@ -23,9 +23,10 @@ DOMAIN = "kvfork"
 
 MAX_TEXT_BYTES = 1536  # percent-encoded, as grpc-message carries it
 MAX_STATUS_BYTES = 3800  # google.rpc.Status with its details; base64 makes 5.1 kB of it
-MAX_DESCRIPTION = 240  # characters of one violation
-MAX_PATH = 160  # characters of one field path
-MAX_METADATA_VALUE = 200  # characters
+MAX_DESCRIPTION = 240  # bytes of one violation
+MAX_PATH = 160  # bytes of one field path or name
+MAX_METADATA_BYTES = 800  # keys and values of ErrorInfo together
+MAX_METADATA_VALUE = 160  # bytes
 
 PUSHBACK = "grpc-retry-pushback-ms"
 
@@ -104,7 +105,14 @@ def status_of(error: CallError, *, incident: str = "", names_snapshot: bool = Fa
 
 
 def _error_info(error: CallError) -> details_pb.ErrorInfo:
-    metadata = {key[:64]: _cut(value, MAX_METADATA_VALUE) for key, value in list(error.metadata.items())[:8]}
+    metadata = {}
+    room = MAX_METADATA_BYTES
+    for key, value in error.metadata.items():
+        short = _cut(value, MAX_METADATA_VALUE)
+        room -= len(key) + len(short.encode())
+        if room < 0:
+            break
+        metadata[key] = short
     return details_pb.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
 
 
@@ -112,7 +120,7 @@ def _details(error: CallError, code: grpc.StatusCode, *, incident: str, may_retr
     """All but ErrorInfo and BadRequest, most useful first."""
     details: list[protobuf.Message] = []
     text = _cut(error.text, MAX_DESCRIPTION)
-    subject = error.resource[1] if error.resource else DOMAIN
+    subject = _cut(error.resource[1], MAX_PATH) if error.resource else DOMAIN
     if code is grpc.StatusCode.INTERNAL and (incident or "incident" in error.metadata):
         details.append(details_pb.RequestInfo(request_id=incident or error.metadata["incident"]))
     seconds = error.retry_after if error.retry_after is not None else _RETRY_SECONDS.get(type(error))
@@ -121,16 +129,14 @@ def _details(error: CallError, code: grpc.StatusCode, *, incident: str, may_retr
         delay = duration_pb2.Duration(seconds=micros // 1_000_000, nanos=micros % 1_000_000 * 1000)
         details.append(details_pb.RetryInfo(retry_delay=delay))
     if error.resource:
-        kind, name = error.resource
-        details.append(
-            details_pb.ResourceInfo(resource_type=kind, resource_name=_cut(name, MAX_PATH), description=text)
-        )
+        kind = error.resource[0]
+        details.append(details_pb.ResourceInfo(resource_type=kind, resource_name=subject, description=text))
     if code is grpc.StatusCode.FAILED_PRECONDITION:
-        violation = details_pb.PreconditionFailure.Violation(type=error.reason, subject=subject[:MAX_PATH])
+        violation = details_pb.PreconditionFailure.Violation(type=error.reason, subject=subject)
         violation.description = text
         details.append(details_pb.PreconditionFailure(violations=[violation]))
     if isinstance(error, _QUOTAS):
-        quota = details_pb.QuotaFailure.Violation(subject=subject[:MAX_PATH], description=text)
+        quota = details_pb.QuotaFailure.Violation(subject=subject, description=text)
         details.append(details_pb.QuotaFailure(violations=[quota]))
     return details
 
@@ -159,7 +165,13 @@ def _add(rich: status_pb2.Status, detail: protobuf.Message) -> None:
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+    """`text` within `most` bytes of UTF-8."""
+    if len(text) <= most // 4:
+        return text
+    data = text[:most].encode()
+    if len(text) <= most and len(data) <= most:
+        return text
+    return data[: most - 3].decode(errors="ignore") + "..."
 
 
 def _cut_text(text: str) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-
-from kvcache.receipt import Usage
 from kvfork.v1.inference_service_pb2_grpc import InferenceServiceStub
 from kvfork.v1.server_service_pb2_grpc import ServerServiceStub
 from kvfork.v1.snapshot_service_pb2_grpc import SnapshotServiceStub
+
+from kvcache.receipt import Usage
 from service.config import Config
 from service.core_api import Inference
 from service.errors import ModelNotFound, SnapshotNotFound
@@ -272,9 +272,19 @@ async def serving(core: ScriptedCore | None = None, **settings: Any) -> AsyncIte
         await server.stop(0)
 
 
+async def drained(stream: AsyncIterator[Any], kinds: list[str] | None = None) -> list[Any]:
+    """All messages of a Generate stream; `kinds` hears of each event before the stream can fail."""
+    messages = []
+    async for message in stream:
+        messages.append(message)
+        if kinds is not None:
+            kinds.append(message.WhichOneof("event"))
+    return messages
+
+
 async def eventually(condition: Callable[[], bool]) -> None:
     """Waits until `condition` holds; the test's own time limit is the bound."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110  what is waited for has no event: it is the double's plain state
         await asyncio.sleep(0.005)
 
 

@@ -1,17 +1,385 @@
-"""Each RPC over a real server: what the core is asked, and what the client gets back."""
+"""Each RPC over a real server: what the core is asked, what the client gets back, and how a call ends early."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
+import stat
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2, field_mask_pb2
+from grpc_status import rpc_status
 from kvfork.v1 import inference_service_pb2 as pb
-from .conftest import run, serving
+from kvfork.v1 import server_service_pb2 as server_pb
+from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
+from kvfork.v1 import types_pb2
+
+from service.config import Config
+from service.events import ModelState, ModelView
+from service.request import Branch, ForkCall, GenerateCall, RollbackCall, SnapshotChange
+from service.rpc.listen import CannotListen
+from service.rpc.server import EXIT_CANNOT_LISTEN, RpcServer, serve
+
+from .conftest import FINISHED, LIMITS, STARTED, ScriptedCore, delta, drained, eventually, run, serving, snapshot
+
+PARENT = pb.GenerateRequest(parent="snapshots/a")
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+# One RPC after the other.
 
 
 def test_generate_streams_the_cores_events_in_order():
     async def story():
         async with serving() as s:
-            request = pb.GenerateRequest(parent="snapshots/abc")
-            got = [message.WhichOneof("event") async for message in s.inference.Generate(request)]
-            assert got == ["started", "delta", "finished"]
-            assert s.core.ended == ["finished"]
+            messages = await drained(s.inference.Generate(PARENT, timeout=20))
+            assert [message.WhichOneof("event") for message in messages] == ["started", "delta", "finished"]
+            assert messages[1].delta.text == "Hi"
+            [(method, call, owner)] = s.core.calls
+            assert (method, owner) == ("generate", "local")
+            assert 0 < call.deadline <= 20
+            assert call == GenerateCall(parent="snapshots/a", deadline=call.deadline)
+            assert (s.core.ended, s.core.running) == (["finished"], 0)
 
+    run(story)
+
+
+def test_the_derivations_ask_the_core_and_return_its_answer():
+    async def story():
+        async with serving() as s:
+            was_running = [
+                (await s.inference.StopGeneration(pb.StopGenerationRequest(generation=name))).was_running
+                for name in ("generations/g1", "generations/other")
+            ]
+            assert was_running == [True, False]
+            created = await s.inference.CreateSnapshot(pb.CreateSnapshotRequest(parent="snapshots/a"))
+            assert (created.snapshot.name, created.marked[0].name) == ("snapshots/one", "snapshots/mark")
+            forked = await s.inference.Fork(pb.ForkRequest(parent="snapshots/a", branches=[pb.ForkBranch()] * 2))
+            assert [view.name for view in forked.snapshots] == ["snapshots/child-0", "snapshots/child-1"]
+            rolled = await s.inference.Rollback(pb.RollbackRequest(source="snapshots/a", token_count=3))
+            assert (rolled.snapshot.name, list(rolled.released)) == ("snapshots/short", ["snapshots/a"])
+            counted = await s.inference.CountTokens(pb.CountTokensRequest(parent="snapshots/a"))
+            assert (counted.total_tokens, counted.text) == (5, "abc")
+            fork_call = ForkCall(parent="snapshots/a", branches=(Branch(), Branch()))
+            assert s.core.calls[3] == ("fork", fork_call, "local")
+            assert s.core.calls[4] == ("rollback", RollbackCall(source="snapshots/a", token_count=3), "local")
+
+    run(story)
+
+
+def test_snapshots_are_read_changed_and_dropped():
+    core = ScriptedCore(snapshots=[snapshot("snapshots/a")])
+
+    async def story():
+        async with serving(core) as s:
+            plain = await s.snapshots.GetSnapshot(snapshot_pb.GetSnapshotRequest(name="snapshots/a"))
+            assert (plain.snapshot.name, list(plain.token_ids)) == ("snapshots/a", [])
+            full = await s.snapshots.GetSnapshot(
+                snapshot_pb.GetSnapshotRequest(name="snapshots/a", include_tokens=True)
+            )
+            assert list(full.token_ids) == [11, 12, 13]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await s.snapshots.GetSnapshot(snapshot_pb.GetSnapshotRequest(name="snapshots/b"))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+            core.calls.clear()
+            await s.snapshots.UpdateSnapshot(
+                snapshot_pb.UpdateSnapshotRequest(
+                    snapshot=types_pb2.Snapshot(name="snapshots/a", pinned=True),
+                    update_mask=field_mask_pb2.FieldMask(paths=["pinned"]),
+                )
+            )
+            extended = await s.snapshots.ExtendSnapshots(
+                snapshot_pb.ExtendSnapshotsRequest(
+                    names=["snapshots/a", "snapshots/gone"], ttl=duration_pb2.Duration(seconds=60)
+                )
+            )
+            assert ([view.name for view in extended.snapshots], list(extended.missing)) == (
+                ["snapshots/a"],
+                ["snapshots/gone"],
+            )
+            deleted = await s.snapshots.DeleteSnapshot(
+                snapshot_pb.DeleteSnapshotRequest(name="snapshots/a", descendants=True, allow_missing=True)
+            )
+            assert list(deleted.deleted) == ["snapshots/a"]
+            assert core.calls == [
+                ("update_snapshot", SnapshotChange(name="snapshots/a", pinned=True), "local"),
+                ("extend_snapshots", ("snapshots/a", "snapshots/gone"), 60.0, "local"),
+                ("delete_snapshot", "snapshots/a", "local", True, False, True),
+            ]
+
+    run(story)
+
+
+def test_pages_tell_every_snapshot_once_and_in_order():
+    # Equal times, so that the name has to break the tie.
+    names = [f"snapshots/s{number:03}" for number in range(7)]
+    core = ScriptedCore(snapshots=[snapshot(name, create_time=1000.125) for name in reversed(names)])
+
+    async def story():
+        async with serving(core) as s:
+            seen, sizes, token = [], [], ""
+            while True:
+                page = await s.snapshots.ListSnapshots(snapshot_pb.ListSnapshotsRequest(page_size=3, page_token=token))
+                seen += [view.name for view in page.snapshots]
+                sizes.append(len(page.snapshots))
+                token = page.next_page_token
+                if not token:
+                    break
+            assert (seen, sizes) == (names, [3, 3, 1])
+            whole = await s.snapshots.ListSnapshots(snapshot_pb.ListSnapshotsRequest(page_size=7))
+            assert (len(whole.snapshots), whole.next_page_token) == (7, "")
+
+    run(story)
+
+
+def test_pages_of_models():
+    views = [ModelView(name=f"models/{letter}", state=ModelState.READY) for letter in "cab"]
+
+    async def story():
+        async with serving(ScriptedCore(model_views=views)) as s:
+            first = await s.info.ListModels(server_pb.ListModelsRequest(page_size=2))
+            assert [model.name for model in first.models] == ["models/a", "models/b"]
+            rest = await s.info.ListModels(server_pb.ListModelsRequest(page_size=2, page_token=first.next_page_token))
+            assert ([model.name for model in rest.models], rest.next_page_token) == (["models/c"], "")
+
+    run(story)
+
+
+def test_the_process_tells_about_itself():
+    async def story():
+        async with serving() as s:
+            info = await s.info.GetServerInfo(server_pb.GetServerInfoRequest())
+            assert (info.instance, info.boot_id, info.version, list(info.features)) == ("i1", "b1", "0.1.0", ["marks"])
+            assert (info.limits.max_request_bytes, info.limits.max_ttl.seconds) == (LIMITS.max_request_bytes, 3600)
+            assert (await s.info.GetModel(server_pb.GetModelRequest())).model.name == "models/tiny"
+            assert (await s.info.GetCacheStats(server_pb.GetCacheStatsRequest())).stats.checkpoint_interval == 1
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await s.info.GetModel(server_pb.GetModelRequest(name="models/other"))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    run(story)
+
+
+def test_what_comes_later_says_so():
+    async def story():
+        async with serving() as s:
+            for call in (
+                s.info.TrimCache(server_pb.TrimCacheRequest()),
+                drained(s.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest())),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert "later version" in caught.value.details()
+                assert b"UNSUPPORTED" in rpc_status.from_call(caught.value).SerializeToString()
+
+    run(story)
+
+
+# How a call ends early.
+
+
+def test_nothing_is_sent_before_the_first_event():
+    gate = asyncio.Event()
+
+    async def story():
+        async with serving(ScriptedCore(script=(gate.wait, STARTED, FINISHED))) as s:
+            call = s.inference.Generate(PARENT)
+            headers = asyncio.ensure_future(call.initial_metadata())
+            await eventually(lambda: s.core.running == 1)
+            await asyncio.sleep(0.05)  # room for headers that must not come
+            assert not headers.done()
+            gate.set()
+            await headers
+            await drained(call)
+
+    run(story)
+
+
+@pytest.mark.parametrize("script", [(forever,), (STARTED, delta("a"), forever)], ids=["queued", "decoding"])
+def test_a_client_that_cancels_closes_the_cores_iterator(script):
+    async def story():
+        async with serving(ScriptedCore(script=script)) as s:
+            call = s.inference.Generate(PARENT)
+            reading = asyncio.ensure_future(drained(call))
+            await eventually(lambda: s.core.running == 1)
+            call.cancel()
+            await eventually(lambda: s.core.running == 0)
+            assert s.core.ended == ["cancelled"]
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            # The server is as it was.
+            s.core.script = (STARTED, FINISHED)
+            assert len(await drained(s.inference.Generate(PARENT))) == 2
+
+    run(story)
+
+
+def test_a_client_that_vanishes_closes_the_cores_iterator():
+    async def story():
+        async with serving(ScriptedCore(script=(STARTED, forever))) as s:
+            async with grpc.aio.insecure_channel(s.addresses[0]) as channel:
+                call = channel.unary_stream("/kvfork.v1.InferenceService/Generate")(PARENT.SerializeToString())
+                await call.read()
+                assert s.core.running == 1
+            await eventually(lambda: s.core.running == 0)
+            assert s.core.ended == ["cancelled"]
+
+    run(story)
+
+
+def test_a_deadline_closes_the_cores_iterator():
+    async def story():
+        async with serving(ScriptedCore(script=(STARTED, forever))) as s:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await drained(s.inference.Generate(PARENT, timeout=0.1))
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await eventually(lambda: s.core.ended == ["cancelled"])
+
+    run(story)
+
+
+def test_a_unary_call_that_is_cancelled_cancels_the_core():
+    class Waiting(ScriptedCore):
+        async def fork(self, call, owner):
+            self.running += 1
+            try:
+                await forever()
+            finally:
+                self.running -= 1
+
+    async def story():
+        async with serving(Waiting()) as s:
+            call = s.inference.Fork(pb.ForkRequest(parent="snapshots/a", branches=[pb.ForkBranch()]))
+            await eventually(lambda: s.core.running == 1)
+            call.cancel()
+            await eventually(lambda: s.core.running == 0)
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    run(story)
+
+
+def test_three_hundred_aborted_streams_leave_nothing_behind():
+    async def story():
+        async with serving(ScriptedCore(script=(STARTED, delta("a"), forever))) as s:
+            for _ in range(30):
+                calls = [s.inference.Generate(PARENT) for _ in range(10)]
+                await asyncio.gather(*(call.read() for call in calls))
+                for call in calls:
+                    call.cancel()
+            await eventually(lambda: s.core.running == 0)
+            assert s.core.ended == ["cancelled"] * 300
+            s.core.script = (STARTED, FINISHED)
+            assert len(await drained(s.inference.Generate(PARENT))) == 2
+
+    run(story)
+
+
+# Where it listens.
+
+
+def test_a_second_server_on_the_same_port_does_not_start():
+    async def story():
+        async with serving() as s:
+            config = Config(address=s.addresses[0])
+            second = RpcServer(ScriptedCore(), config)
+            with pytest.raises(CannotListen, match="another server has it"):
+                await second.start()
+            heard: list[object] = []
+            assert await serve(ScriptedCore(), config, ready=heard.append) == EXIT_CANNOT_LISTEN
+            assert heard == []
+            for _ in range(10):  # every call still reaches the first
+                await drained(s.inference.Generate(PARENT))
+            assert len(s.core.ended) == 10
+
+    run(story)
+
+
+def test_a_unix_socket_serves_its_owner_alone_and_goes_with_the_server(tmp_path: Path):
+    path = tmp_path / "run" / "kvfork.sock"
+
+    async def story():
+        async with serving(unix_socket=path) as s:
+            assert s.addresses[1] == f"unix:{path}"
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            async with grpc.aio.insecure_channel(s.addresses[1]) as channel:
+                call = channel.unary_unary("/kvfork.v1.ServerService/GetServerInfo")
+                info = server_pb.GetServerInfoResponse.FromString(await call(b""))
+                assert info.instance == "i1"
+        assert list(path.parent.iterdir()) == []
+
+    run(story)
+
+
+def test_a_socket_file_left_behind_is_replaced(tmp_path: Path):
+    path = tmp_path / "kvfork.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+
+    async def story():
+        async with serving(address="", unix_socket=path) as s:
+            assert (await s.info.GetServerInfo(server_pb.GetServerInfoRequest())).instance == "i1"
+
+    run(story)
+
+
+def test_a_socket_that_answers_is_left_alone(tmp_path: Path):
+    path = tmp_path / "kvfork.sock"
+
+    async def story():
+        async with serving(address="", unix_socket=path) as s:
+            inode = path.stat().st_ino
+            second = RpcServer(ScriptedCore(), Config(address="127.0.0.1:0", unix_socket=path))
+            with pytest.raises(CannotListen, match="another server answers there"):
+                await second.start()
+            assert path.stat().st_ino == inode
+            assert (await s.info.GetServerInfo(server_pb.GetServerInfoRequest())).instance == "i1"
+
+    run(story)
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path):
+    path = tmp_path / "precious.txt"
+    path.write_text("mine")
+
+    async def story():
+        with pytest.raises(CannotListen, match="no socket"):
+            await RpcServer(ScriptedCore(), Config(address="", unix_socket=path)).start()
+        with pytest.raises(CannotListen):
+            await RpcServer(ScriptedCore(), Config(address="", unix_socket=path / "below.sock")).start()
+
+    run(story)
+    assert path.read_text() == "mine"
+
+
+def test_a_socket_that_another_server_took_over_is_not_removed(tmp_path: Path):
+    path = tmp_path / "kvfork.sock"
+
+    async def story():
+        async with serving(address="", unix_socket=path):
+            path.unlink()
+            path.write_text("somebody else's")
+        assert path.read_text() == "somebody else's"
+
+    run(story)
+
+
+def test_binding_a_socket_leaves_the_umask_as_it_was(tmp_path: Path):
+    async def story():
+        async with serving(unix_socket=tmp_path / "kvfork.sock"):
+            mask = os.umask(0o22)
+            os.umask(mask)
+            assert mask == before
+
+    before = os.umask(0o22)
+    os.umask(before)
     run(story)
