@@ -35,6 +35,7 @@ def render(
 ) -> Rendered:
     """A whole conversation. `ends`: message counts whose ends are wanted (None: all); each costs a rendering.
 
+    Special tokens' own texts in a message become those tokens, as the template's do: escape them where that matters.
     TemplateMissing; InvalidField at `at` with what the template says.
     """
     renderer = Renderer(codec, chat.template_vars, at)

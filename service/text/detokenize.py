@@ -15,7 +15,8 @@ _LONGEST = 4  # bytes of a UTF-8 character
 
 
 class Detokenizer:
-    """One stream of text. It begins with the character that `context_tail` leaves unfinished, if it does.
+    """One stream of text. It begins with the character that `context_tail` leaves unfinished, if the stream goes on
+    with it.
 
     Nothing but the last tokens of the context decides that: a handle needs to store no decoder state.
     """
@@ -23,11 +24,17 @@ class Detokenizer:
     def __init__(self, codec: TextCodec, context_tail: Sequence[int] = ()) -> None:
         self._codec = codec
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._decoder.decode(dangling_bytes(codec, context_tail))
+        self._inherited = dangling_bytes(codec, context_tail)  # until the first byte of this stream
 
     def push(self, token: int) -> str:
         """The text that became whole with `token`; often empty."""
-        return self._decoder.decode(self._codec.token_bytes(token))
+        data = self._codec.token_bytes(token)
+        if self._inherited and data:
+            # Bytes that stay broken were the context's text, not this stream's.
+            inherited, self._inherited = self._inherited, b""
+            if _decoded_so_far(inherited + data[:1]) is not None:
+                data = inherited + data
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
         """What is left: U+FFFD for an unfinished character, else empty."""
@@ -43,12 +50,15 @@ def dangling_bytes(codec: TextCodec, context: Sequence[int]) -> bytes:
             break
     for length in range(min(len(tail), _LONGEST - 1), 0, -1):
         candidate = tail[-length:]
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        try:
-            decoder.decode(candidate)
-        except UnicodeDecodeError:
-            continue
         # Only if all of it waits for more is it one character's beginning.
-        if decoder.getstate()[0] == candidate:
+        if _decoded_so_far(candidate) == "":
             return candidate
     return b""
+
+
+def _decoded_so_far(data: bytes) -> str | None:
+    """The whole characters of `data`, whose last one may be unfinished; None if anything in it is broken."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return None

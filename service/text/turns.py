@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service.errors import TurnOpen
-from service.text.template import Renderer, TemplateShape, not_appendable, shared_length
+from service.text.template import RAW_HINT, Renderer, TemplateShape, not_appendable, shared_length
 from service.text.tokens import TextCodec
 
 _SPECIAL = b"\xff"
@@ -118,13 +118,13 @@ def locate(codec: TextCodec, shape: TemplateShape, context: Sequence[int], rende
             if not nothing_said and tail.endswith(markers.closers[0][1]):
                 return Closed(0, bare)
         elif markers.closers[-1][1] in said:
-            raise TurnOpen("the context goes on after its last assistant turn has ended", hint=OPEN_HINT)
+            raise TurnOpen("the context goes on after its last assistant turn has ended", hint=RAW_HINT)
         return Open(_completion(markers, said))
     if user > assistant and tail.endswith(markers.user_closer):
         return Closed(0, bare)
     if bare and _ends_system_turn(codec, shape, tail, render):
         return Closed(0, bare)
-    raise TurnOpen("the context ends inside a turn that is not the assistant's", hint="append with raw parts")
+    raise TurnOpen("the context ends inside a turn that is not the assistant's", hint=RAW_HINT)
 
 
 def _last_turn(codec: TextCodec, markers: Markers, context: Sequence[int]) -> tuple[bytes, int, int]:

@@ -108,19 +108,21 @@ MOVES_SYSTEM = (
 
 MOVES_USER_MARKER = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% if m.role == 'user' and messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-    "{{ ' /latest' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% set later = messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list %}"
+    "{% if m.role == 'user' and not later %}{{ ' /latest' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 MOVES_ANSWER_MARKER = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' and loop.last %}{{ '(latest) ' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '(latest) ' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 MOVES_CLOSER = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

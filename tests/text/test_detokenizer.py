@@ -4,10 +4,10 @@ import codecs
 import random
 
 import pytest
-import tiny_codecs
 
 from service.text.detokenize import Detokenizer, dangling_bytes
 from service.text.tokens import TextCodec
+from tests.text import tiny_codecs
 
 ALPHABET = ["a", " ", "\n", "é", "Σ", "漢", "字", "🙂", "👩‍👧", "\u200b", "߿", "ࠀ", "\U0010ffff", "�"]
 
@@ -71,6 +71,12 @@ def test_a_context_cut_inside_a_character_gives_the_whole_character(seed):
 def test_an_unfinished_character_is_held_back_and_flushed_as_a_replacement():
     assert stream([b"a\xe6", b"\xbc"]) == ["a", "", "�"]
     assert stream([b"\xf0\x9f", b"\x99", b"\x82"]) == ["", "", "🙂", ""]
+
+
+def test_bytes_of_the_context_that_stay_broken_are_no_part_of_the_new_text():
+    assert stream([b"\xe6\xbc"], 1) == [""]
+    assert stream([b"\xe6\xbc", b"", b"\xe5", b"\xad\x97"], 1) == ["", "", "字", ""]
+    assert stream([b"\xf0\x9f", b"\x99", b"a"], 1) == ["", "�a", ""]  # continued, then broken: the new text's own
 
 
 def test_dangling_bytes_are_one_character_s_beginning():

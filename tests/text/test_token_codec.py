@@ -7,12 +7,12 @@ import sys
 import threading
 
 import pytest
-import tiny_codecs
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from service.errors import InvalidField
 from service.request import RawInput, TextPart, TokenPart
 from service.text.tokens import TextCodec, TokenizerUnusable
+from tests.text import tiny_codecs
 
 TEXTS = [
     "",
@@ -184,7 +184,8 @@ def test_eight_threads_encode_and_decode_alike(byte_level):
 def test_importing_the_text_layer_imports_no_tokenizer_library():
     code = (
         "import sys, json, service.text.chat, service.text.stream;"
-        "print(json.dumps(sorted({'transformers', 'tokenizers', 'mlx', 'grpc', 'torch', 'numpy'} & sys.modules.keys())))"
+        "heavy = {'transformers', 'tokenizers', 'mlx', 'grpc', 'torch', 'numpy'};"
+        "print(json.dumps(sorted(heavy & sys.modules.keys())))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == []
