@@ -1,0 +1,128 @@
+"""kvfork's client: generate, fork and roll back over gRPC, with typed results and errors.
+
+    from kvfork_client import Client, Message, Mark
+
+    with Client("127.0.0.1:50071") as client:
+        with client.generate([Message.user("Hello")], save=True, marks=[Mark.prompt_end()]) as generation:
+            for delta in generation:
+                print(delta.text, end="")
+        again = generation.marks[0].fork(2)
+
+`AsyncClient` has the same methods, awaited. Reading order: messages (what to say), values (what comes back), errors,
+then blocking or asynchronous (snapshots and generations), client or aio_client.
+"""
+
+from .aio_client import AsyncClient
+from .asynchronous import AsyncGeneration, AsyncSnapshot
+from .blocking import Generation, Snapshot
+from .calls import GenerateOptions
+from .client import Client
+from .endpoint import Tls
+from .errors import *  # noqa: F403 - the tree is drawn there; `errors.__all__` names it
+from .errors import __all__ as _error_names
+from .handles import ForkResult
+from .messages import (
+    ChatInput,
+    Constraint,
+    Durability,
+    Image,
+    InputLike,
+    Landmark,
+    Mark,
+    Message,
+    RawInput,
+    Release,
+    Role,
+    Rounding,
+    Sampling,
+    SaveOptions,
+    SnapshotRef,
+    Stopping,
+    Tokens,
+    chat,
+    raw,
+    tokens,
+)
+from .values import (
+    CacheStats,
+    Channel,
+    Delta,
+    Extended,
+    Finished,
+    FinishReason,
+    GenerationResult,
+    HealthStatus,
+    Limits,
+    Marked,
+    MissReason,
+    ModelInfo,
+    ModelState,
+    Progress,
+    Residency,
+    SamplingDefaults,
+    ServerInfo,
+    SnapshotInfo,
+    Started,
+    Timing,
+    TokenCount,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGeneration",
+    "AsyncSnapshot",
+    "CacheStats",
+    "Channel",
+    "ChatInput",
+    "Client",
+    "Constraint",
+    "Delta",
+    "Durability",
+    "Extended",
+    "FinishReason",
+    "Finished",
+    "ForkResult",
+    "GenerateOptions",
+    "Generation",
+    "GenerationResult",
+    "HealthStatus",
+    "Image",
+    "InputLike",
+    "Landmark",
+    "Limits",
+    "Mark",
+    "Marked",
+    "Message",
+    "MissReason",
+    "ModelInfo",
+    "ModelState",
+    "Progress",
+    "RawInput",
+    "Release",
+    "Residency",
+    "Role",
+    "Rounding",
+    "Sampling",
+    "SamplingDefaults",
+    "SaveOptions",
+    "ServerInfo",
+    "Snapshot",
+    "SnapshotInfo",
+    "SnapshotRef",
+    "Started",
+    "Stopping",
+    "Timing",
+    "Tls",
+    "TokenCount",
+    "TokenLogprob",
+    "Tokens",
+    "TopLogprob",
+    "Usage",
+    "chat",
+    "raw",
+    "tokens",
+]
+__all__ += _error_names

@@ -1,0 +1,172 @@
+"""The client for an event loop. Thin: every method is one call of `calls.py` carried out by an `AsyncConnection`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+from . import calls
+from .asynchronous import AsyncGeneration, AsyncSnapshot, created
+from .calls import GenerateOptions
+from .connection import AsyncConnection
+from .endpoint import Tls, endpoint
+from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
+from .values import CacheStats, Extended, HealthStatus, ModelInfo, ServerInfo, SnapshotInfo, TokenCount
+
+
+class AsyncClient:
+    """A connection to one server: "host:port" or "unix:/path". For the tasks of one event loop.
+
+    token: sent as a bearer token. tls: True or a `Tls`; by default plaintext. timeout: seconds for calls that give none
+    of their own. retry: repeat calls that found the server unavailable, up to 4 times, before any reply began.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        tls: Tls | bool | None = None,
+        timeout: float | None = None,
+        retry: bool = True,
+    ) -> None:
+        self._connection = AsyncConnection(endpoint(target, token=token, tls=tls, retry=retry), timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._connection.where.target}>"
+
+    async def close(self) -> None:
+        """Cancels what runs and closes the connection. Snapshots stay on the server."""
+        await self._connection.close()
+
+    def generate(
+        self,
+        input: InputLike | None = None,
+        parent: SnapshotRef | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGeneration:
+        """Starts a generation from scratch or from a snapshot; see `GenerateOptions`.
+
+        Errors come out of the returned object, the first time it is read.
+        """
+        request = calls.generate_request(input, parent, **options)
+        source = parent if isinstance(parent, AsyncSnapshot) else None
+        return AsyncGeneration(self._connection, request.SerializeToString(), timeout, source=source)
+
+    async def create_snapshot(
+        self,
+        input: InputLike,
+        parent: SnapshotRef | None = None,
+        *,
+        model: str = "",
+        marks: Sequence[Mark] = (),
+        options: SaveOptions | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> AsyncSnapshot:
+        """Prefills an input and names the result; `.marks` holds the snapshots of the marks."""
+        call = calls.create_snapshot(input, parent, model=model, options=options, marks=marks, request_id=request_id)
+        return created(self._connection, await self._connection.unary(call, timeout))
+
+    def snapshot(self, name: str) -> AsyncSnapshot:
+        """A handle for a name known from elsewhere. Asks the server nothing: its facts are empty until `refresh()`."""
+        return AsyncSnapshot(self._connection, SnapshotInfo(name=name))
+
+    async def get_snapshot(self, name: SnapshotRef, *, timeout: float | None = None) -> AsyncSnapshot:
+        """Looks a snapshot up. Raises SnapshotNotFound."""
+        return AsyncSnapshot(self._connection, await self._connection.unary(calls.get_snapshot(name), timeout))
+
+    async def list_snapshots(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        parent: SnapshotRef | None = None,
+        page_size: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncIterator[AsyncSnapshot]:
+        """The caller's snapshots, oldest first, page after page as they are needed. `timeout` is per page."""
+        token = ""
+        while True:
+            call = calls.list_snapshots(token, labels=labels, parent=parent, page_size=page_size)
+            page = await self._connection.unary(call, timeout)
+            for info in page.items:
+                yield AsyncSnapshot(self._connection, info)
+            token = page.next_page_token
+            if not token:
+                return
+
+    async def extend_snapshots(
+        self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None
+    ) -> Extended:
+        """Keeps any number of snapshots alive. Missing names are told, not raised."""
+        parts = [await self._connection.unary(call, timeout) for call in calls.extend_snapshots(names, ttl=ttl)]
+        return calls.join_extended(parts)
+
+    async def delete_snapshot(
+        self,
+        name: SnapshotRef,
+        *,
+        descendants: bool = False,
+        stop_active: bool = False,
+        allow_missing: bool = False,
+        timeout: float | None = None,
+    ) -> tuple[str, ...]:
+        """Drops a name and returns what was dropped; state shared with others stays."""
+        call = calls.delete_snapshot(
+            name, descendants=descendants, stop_active=stop_active, allow_missing=allow_missing
+        )
+        return await self._connection.unary(call, timeout)
+
+    async def count_tokens(
+        self,
+        input: InputLike,
+        parent: SnapshotRef | None = None,
+        *,
+        model: str = "",
+        rendered: bool = False,
+        timeout: float | None = None,
+    ) -> TokenCount:
+        """Renders and tokenizes without running the model. `rendered`: also return the text and the ids."""
+        return await self._connection.unary(calls.count_tokens(input, parent, model=model, rendered=rendered), timeout)
+
+    async def stop(self, generation: str, *, timeout: float | None = None) -> bool:
+        """Ends a generation by name ("generations/…"), cleanly. False if it had ended already."""
+        return await self._connection.unary(calls.stop(generation), timeout)
+
+    async def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
+        """All models, loaded or not."""
+        found: list[ModelInfo] = []
+        token = ""
+        while True:
+            page = await self._connection.unary(calls.list_models(token), timeout)
+            found.extend(page.items)
+            token = page.next_page_token
+            if not token:
+                return found
+
+    async def model(self, name: str = "", *, timeout: float | None = None) -> ModelInfo:
+        """One model; empty: the only one."""
+        return await self._connection.unary(calls.get_model(name), timeout)
+
+    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Versions, limits, features."""
+        return await self._connection.unary(calls.server_info(), timeout)
+
+    async def cache_stats(self, *, timeout: float | None = None) -> CacheStats:
+        """Scheduler, memory and store in numbers."""
+        return await self._connection.unary(calls.cache_stats(), timeout)
+
+    async def health(self, service: str = "", *, timeout: float | None = None) -> HealthStatus:
+        """The state of one service ("InferenceService"; empty: the whole process). Raises NotFound for one it lacks."""
+        return await self._connection.unary(calls.health(service), timeout)

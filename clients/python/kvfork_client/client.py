@@ -1,0 +1,172 @@
+"""The client for threads. Thin: every method is one call of `calls.py` carried out by a `Connection`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+from . import calls
+from .blocking import Generation, Snapshot, created
+from .calls import GenerateOptions
+from .connection import Connection
+from .endpoint import Tls, endpoint
+from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
+from .values import CacheStats, Extended, HealthStatus, ModelInfo, ServerInfo, SnapshotInfo, TokenCount
+
+
+class Client:
+    """A connection to one server: "host:port" or "unix:/path". Safe to share between threads.
+
+    token: sent as a bearer token. tls: True or a `Tls`; by default plaintext. timeout: seconds for calls that give none
+    of their own. retry: repeat calls that found the server unavailable, up to 4 times, before any reply began.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        tls: Tls | bool | None = None,
+        timeout: float | None = None,
+        retry: bool = True,
+    ) -> None:
+        self._connection = Connection(endpoint(target, token=token, tls=tls, retry=retry), timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._connection.where.target}>"
+
+    def close(self) -> None:
+        """Cancels what runs and closes the connection. Snapshots stay on the server."""
+        self._connection.close()
+
+    def generate(
+        self,
+        input: InputLike | None = None,
+        parent: SnapshotRef | None = None,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Starts a generation from scratch or from a snapshot; see `GenerateOptions`.
+
+        Errors come out of the returned object, the first time it is read.
+        """
+        request = calls.generate_request(input, parent, **options)
+        source = parent if isinstance(parent, Snapshot) else None
+        return Generation(self._connection, request.SerializeToString(), timeout, source=source)
+
+    def create_snapshot(
+        self,
+        input: InputLike,
+        parent: SnapshotRef | None = None,
+        *,
+        model: str = "",
+        marks: Sequence[Mark] = (),
+        options: SaveOptions | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Snapshot:
+        """Prefills an input and names the result; `.marks` holds the snapshots of the marks."""
+        call = calls.create_snapshot(input, parent, model=model, options=options, marks=marks, request_id=request_id)
+        return created(self._connection, self._connection.unary(call, timeout))
+
+    def snapshot(self, name: str) -> Snapshot:
+        """A handle for a name known from elsewhere. Asks the server nothing: its facts are empty until `refresh()`."""
+        return Snapshot(self._connection, SnapshotInfo(name=name))
+
+    def get_snapshot(self, name: SnapshotRef, *, timeout: float | None = None) -> Snapshot:
+        """Looks a snapshot up. Raises SnapshotNotFound."""
+        return Snapshot(self._connection, self._connection.unary(calls.get_snapshot(name), timeout))
+
+    def list_snapshots(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        parent: SnapshotRef | None = None,
+        page_size: int = 0,
+        timeout: float | None = None,
+    ) -> Iterator[Snapshot]:
+        """The caller's snapshots, oldest first, page after page as they are needed. `timeout` is per page."""
+        token = ""
+        while True:
+            call = calls.list_snapshots(token, labels=labels, parent=parent, page_size=page_size)
+            page = self._connection.unary(call, timeout)
+            for info in page.items:
+                yield Snapshot(self._connection, info)
+            token = page.next_page_token
+            if not token:
+                return
+
+    def extend_snapshots(
+        self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None
+    ) -> Extended:
+        """Keeps any number of snapshots alive. Missing names are told, not raised."""
+        parts = [self._connection.unary(call, timeout) for call in calls.extend_snapshots(names, ttl=ttl)]
+        return calls.join_extended(parts)
+
+    def delete_snapshot(
+        self,
+        name: SnapshotRef,
+        *,
+        descendants: bool = False,
+        stop_active: bool = False,
+        allow_missing: bool = False,
+        timeout: float | None = None,
+    ) -> tuple[str, ...]:
+        """Drops a name and returns what was dropped; state shared with others stays."""
+        call = calls.delete_snapshot(
+            name, descendants=descendants, stop_active=stop_active, allow_missing=allow_missing
+        )
+        return self._connection.unary(call, timeout)
+
+    def count_tokens(
+        self,
+        input: InputLike,
+        parent: SnapshotRef | None = None,
+        *,
+        model: str = "",
+        rendered: bool = False,
+        timeout: float | None = None,
+    ) -> TokenCount:
+        """Renders and tokenizes without running the model. `rendered`: also return the text and the ids."""
+        return self._connection.unary(calls.count_tokens(input, parent, model=model, rendered=rendered), timeout)
+
+    def stop(self, generation: str, *, timeout: float | None = None) -> bool:
+        """Ends a generation by name ("generations/…"), cleanly. False if it had ended already."""
+        return self._connection.unary(calls.stop(generation), timeout)
+
+    def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
+        """All models, loaded or not."""
+        found: list[ModelInfo] = []
+        token = ""
+        while True:
+            page = self._connection.unary(calls.list_models(token), timeout)
+            found.extend(page.items)
+            token = page.next_page_token
+            if not token:
+                return found
+
+    def model(self, name: str = "", *, timeout: float | None = None) -> ModelInfo:
+        """One model; empty: the only one."""
+        return self._connection.unary(calls.get_model(name), timeout)
+
+    def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Versions, limits, features."""
+        return self._connection.unary(calls.server_info(), timeout)
+
+    def cache_stats(self, *, timeout: float | None = None) -> CacheStats:
+        """Scheduler, memory and store in numbers."""
+        return self._connection.unary(calls.cache_stats(), timeout)
+
+    def health(self, service: str = "", *, timeout: float | None = None) -> HealthStatus:
+        """The state of one service ("InferenceService"; empty: the whole process). Raises NotFound for one it lacks."""
+        return self._connection.unary(calls.health(service), timeout)

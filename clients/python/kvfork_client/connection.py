@@ -1,0 +1,133 @@
+"""The only module that does I/O: carries out calls over a channel and turns statuses into exceptions.
+
+`Connection` for threads, `AsyncConnection` for an event loop. Both own a channel and nothing else; what a call means is
+in `calls.py`. A call's `timeout` (seconds) wins over the connection's; None means no deadline of the client's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from .calls import GENERATE, Call
+from .endpoint import Endpoint
+from .errors import Cancelled, KVForkError
+from .status import from_status
+
+R = TypeVar("R")
+
+
+class ByteStream(Protocol):
+    """A running server stream of serialized messages (sync)."""
+
+    def __next__(self) -> bytes: ...
+
+    def cancel(self) -> Any: ...
+
+
+class AsyncByteStream(Protocol):
+    """A running server stream of serialized messages (async)."""
+
+    async def read(self) -> Any: ...
+
+    def cancel(self) -> Any: ...
+
+
+def translate(error: grpc.RpcError) -> KVForkError:
+    """The typed exception of any error a gRPC call raises."""
+    status: Any = error  # sync: the call itself; async: AioRpcError. Both have these three
+    return from_status(status.code(), status.details() or "", status.trailing_metadata() or ())
+
+
+def locally_cancelled() -> bool:
+    """Tells a CancelledError that stands for a cancelled RPC from one that cancels the running task."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() == 0
+
+
+class Connection:
+    """A channel for use from any thread."""
+
+    def __init__(self, where: Endpoint, timeout: float | None) -> None:
+        self.where = where
+        self._timeout = timeout
+        self._channel = (
+            grpc.secure_channel(where.target, where.tls.credentials(), options=where.options)
+            if where.tls
+            else grpc.insecure_channel(where.target, options=where.options)
+        )
+
+    def unary(self, call: Call[R], timeout: float | None = None) -> R:
+        """Blocks until the reply. Raises KVForkError."""
+        method: Any = self._channel.unary_unary(call.path)
+        try:
+            reply = method(call.request, timeout=self._deadline(timeout), metadata=self.where.metadata)
+        except grpc.RpcError as error:
+            raise translate(error) from None
+        return call.parse(reply)
+
+    def generate(self, request: bytes, timeout: float | None) -> ByteStream:
+        """Starts a generation; errors come out of the stream."""
+        method: Any = self._channel.unary_stream(GENERATE)
+        stream: ByteStream = method(request, timeout=self._deadline(timeout), metadata=self.where.metadata)
+        return stream
+
+    def close(self) -> None:
+        """Cancels what runs."""
+        self._channel.close()
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        return self._timeout if timeout is None else timeout
+
+
+class AsyncConnection:
+    """A channel for use from one event loop: the one that runs when it is first used."""
+
+    def __init__(self, where: Endpoint, timeout: float | None) -> None:
+        self.where = where
+        self._timeout = timeout
+        self._channel: grpc.aio.Channel | None = None
+
+    async def unary(self, call: Call[R], timeout: float | None = None) -> R:
+        """Raises KVForkError. Cancelling the task cancels the call."""
+        method: Any = self._open().unary_unary(call.path)
+        try:
+            reply = await method(call.request, timeout=self._deadline(timeout), metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        except asyncio.CancelledError:
+            if locally_cancelled():  # the channel was closed under the call
+                raise Cancelled("the client was closed") from None
+            raise
+        return call.parse(reply)
+
+    def generate(self, request: bytes, timeout: float | None) -> AsyncByteStream:
+        """Starts a generation; errors come out of the stream."""
+        method: Any = self._open().unary_stream(GENERATE)
+        stream: AsyncByteStream = method(request, timeout=self._deadline(timeout), metadata=self._metadata())
+        return stream
+
+    async def close(self) -> None:
+        """Cancels what runs."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            # Opened here and not in the constructor: a grpc.aio channel belongs to the running loop.
+            where = self.where
+            self._channel = (
+                grpc.aio.secure_channel(where.target, where.tls.credentials(), options=where.options)
+                if where.tls
+                else grpc.aio.insecure_channel(where.target, options=where.options)
+            )
+        return self._channel
+
+    def _metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata(*self.where.metadata)
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        return self._timeout if timeout is None else timeout

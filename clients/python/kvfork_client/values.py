@@ -1,0 +1,349 @@
+"""What a server says, as plain values. Owns the result nouns and their enums; knows nothing of protobuf or gRPC.
+
+Counts are tokens, sizes are bytes, times are seconds as float, moments are timezone-aware `datetime`s. Every enum has a
+zero member, which is also what a number becomes that a newer server may send.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Self, TypeVar
+
+S = TypeVar("S")  # SnapshotInfo on the wire's side, a Snapshot handle on the caller's
+
+
+class WireEnum(enum.Enum):
+    """An enum whose numbers are the contract's; unknown numbers read as 0 instead of failing."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        return cls(0) if isinstance(value, int) and value != 0 else None
+
+
+class Residency(WireEnum):
+    """Where a snapshot's model state is, which is what its next use costs."""
+
+    UNSPECIFIED = 0
+    MEMORY = 1  # nothing to load
+    DISK = 2  # a load, and less than one block of compute
+    TOKENS = 3  # a full prefill
+
+
+class FinishReason(WireEnum):
+    """Why a generation ended well."""
+
+    UNSPECIFIED = 0
+    EOS = 1
+    STOP = 2  # a stop string or id of the request, told in Finished
+    MAX_TOKENS = 3
+    CONTEXT_FULL = 4
+    TIME_LIMIT = 5
+    STOPPED = 6  # by stop()
+
+
+class MissReason(WireEnum):
+    """Why tokens were computed again."""
+
+    NONE = 0
+    BETWEEN_CHECKPOINTS = 1
+    EVICTED = 2
+    NOT_WRITTEN = 3
+    CORRUPT = 4
+    CHEAPER_TO_COMPUTE = 5
+    PROVENANCE = 6
+
+
+class Channel(WireEnum):
+    """What generated text is; ANSWER also for models that do not tell channels apart."""
+
+    ANSWER = 0
+    REASONING = 1
+    TOOL_CALL = 2
+
+
+class ModelState(WireEnum):
+    """Whether a model can be used."""
+
+    UNSPECIFIED = 0
+    LOADING = 1
+    READY = 2
+    FAILED = 3
+
+
+class HealthStatus(WireEnum):
+    """What the health service says of one service."""
+
+    UNKNOWN = 0
+    SERVING = 1
+    NOT_SERVING = 2
+    SERVICE_UNKNOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotInfo:
+    """A snapshot as it was when the server answered. The name is the handle; the rest may have moved on."""
+
+    name: str
+    parent: str = ""  # empty for a root; may be gone
+    model: str = ""
+    model_fingerprint: str = ""
+    token_count: int = 0
+    checkpointed_tokens: int = 0  # of token_count: in the checkpoint store
+    prefix_hash: bytes = b""  # equal hashes mean equal prefixes
+    image_spans: tuple[tuple[int, int], ...] = ()  # half-open token ranges that no rollback cuts
+    residency: Residency = Residency.UNSPECIFIED
+    durable: bool = False
+    expire_time: dt.datetime | None = None  # never earlier; later if used meanwhile
+    pinned: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    create_time: dt.datetime | None = None
+    last_use_time: dt.datetime | None = None
+    exclusive_bytes: int = 0  # freed if only this snapshot were deleted
+    instance: str = ""
+    active_uses: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The receipt of one call: prompt = cached + recomputed + new, counted where the model is called."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    new_tokens: int = 0
+    image_tokens: int = 0
+    completion_tokens: int = 0
+    memory_tokens: int = 0  # of cached_tokens
+    disk_tokens: int = 0  # of cached_tokens
+    disk_bytes_read: int = 0
+    diverged_at: int | None = None  # first position outside every stored chain; None: it never left them
+    miss_reason: MissReason = MissReason.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds by phase, as the server measured them."""
+
+    queue: float = 0.0
+    load: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A generation was admitted. Until this event nothing was computed."""
+
+    generation: str
+    instance: str = ""
+    prompt_tokens: int = 0
+    seed: int = 0
+    queue_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Prefill so far."""
+
+    done_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprob:
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    logprob: float  # natural log
+    token_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The natural log probability of a generated token, and its alternatives."""
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New output. `first_position` is what rolls back to just before it."""
+
+    text: str
+    first_position: int = 0
+    token_count: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    channel: Channel = Channel.ANSWER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked(Generic[S]):
+    """A mark was passed. Without a snapshot, `save_error_reason` says why it could not be kept."""
+
+    mark: int
+    snapshot: S | None = None
+    save_error_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Generic[S]):
+    """The end of a generation. `snapshot` is set if it was asked for and could be kept."""
+
+    reason: FinishReason
+    stop: str | None = None
+    stop_token_id: int | None = None
+    snapshot: S | None = None
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+    save_error_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult(Generic[S]):
+    """A whole generation. `text` is the answer channel; `token_ids` only if they were asked for."""
+
+    text: str
+    finished: Finished[S]
+    token_ids: tuple[int, ...] = ()
+    reasoning: str = ""
+
+    @property
+    def snapshot(self) -> S | None:
+        return self.finished.snapshot
+
+    @property
+    def usage(self) -> Usage:
+        return self.finished.usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Created:
+    """What CreateSnapshot made; `marked` follows the order of the marks."""
+
+    snapshot: SnapshotInfo
+    usage: Usage
+    marked: tuple[SnapshotInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """What Fork made, in the order of the branches."""
+
+    snapshots: tuple[SnapshotInfo, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack:
+    """What Rollback made and let go of."""
+
+    snapshot: SnapshotInfo
+    usage: Usage
+    released: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extended:
+    """What ExtendSnapshots prolonged. Missing names are no error: look at them."""
+
+    snapshots: tuple[SnapshotInfo, ...]
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCount:
+    """The size of an input. `text` and `token_ids` only if the rendered form was asked for."""
+
+    total_tokens: int
+    image_tokens: int = 0
+    cached_tokens: int = 0
+    remaining_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a model uses where a request leaves a knob unset; None: the server does not say."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A model the server knows."""
+
+    name: str
+    fingerprint: str = ""
+    state: ModelState = ModelState.UNSPECIFIED
+    context_tokens: int = 0
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    vision: bool = False
+    trimmable: bool = False
+    bytes_per_token: int = 0
+    default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server refuses."""
+
+    max_request_bytes: int = 0
+    max_image_bytes: int = 0
+    max_images: int = 0
+    max_fork_branches: int = 0
+    max_queue: int = 0
+    max_batch: int = 0
+    max_snapshots: int = 0
+    max_pinned: int = 0
+    max_ttl: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """The process that answers. `instance` outlives a restart of a durable store, `boot_id` does not."""
+
+    instance: str
+    boot_id: str = ""
+    version: str = ""
+    features: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    uptime: float = 0.0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """Scheduler, memory and store in numbers; counters run since the server started."""
+
+    checkpoint_interval: int = 0
+    active_sequences: int = 0
+    queued_calls: int = 0
+    memory_snapshots: int = 0
+    disk_snapshots: int = 0
+    token_snapshots: int = 0
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    checkpoints_written: int = 0
+    checkpoints_read: int = 0
+    checkpoints_corrupt: int = 0
+    evictions: int = 0
