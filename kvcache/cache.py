@@ -22,7 +22,7 @@ from kvcache.blocks import BLOCK_TOKENS, block_key, root_key
 from kvcache.layout import CacheLayout
 from kvcache.receipt import MissReason
 from kvcache.records import PutResult, RecordId, RecordKind, Tier
-from kvcache.restore import RestorePlan, needed, plan_restore
+from kvcache.restore import RestorePlan, disk_tokens, needed, plan_restore
 from kvcache.schedule import is_decoded, plan_calls, prefill_schedule, replay_cuts, trimmed_schedule
 from kvcache.snapshots import GoneReason, Snapshot, SnapshotBusy, SnapshotRegistry
 from kvcache.store import TieredStore
@@ -86,7 +86,7 @@ class SnapshotState:
     """Where a snapshot's state is at this moment."""
 
     restorable: int  # deepest position that can be restored
-    on_disk: bool  # part of it must be read from disk
+    disk_tokens: int  # of them: tokens of which some layer's state is on disk
     checkpointed: int  # deepest full-block boundary that can be restored
     exclusive_bytes: int
 
@@ -122,7 +122,7 @@ class PrefixCache:
     # -- lookup ---------------------------------------------------------------------------------------------------
 
     def lookup(self, owner: str, tokens: Sequence[int], *, base: Node | None, keep: Iterable[int]) -> Lookup:
-        """Where to go on for `tokens`: behind the explicit parent `base` (a prefix of them), or None to match by content.
+        """Where to go on for `tokens`: behind the explicit parent `base`, a prefix of them; None: match by content.
 
         `keep` are the places to stand at on the way. Restoring up to the very end is offered with the logits only.
         """
@@ -390,7 +390,7 @@ class PrefixCache:
         ttl: float | None = None,
         pinned: bool | None = None,
     ) -> None:
-        """Changes what can change. Raises SnapshotLimit when one pin too many is asked for; then nothing has changed."""
+        """Changes what can change. Raises SnapshotLimit on one pin too many; then nothing has changed."""
         with self._lock:
             if pinned and not snapshot.pinned:
                 self._snapshots.check_room(snapshot.owner, count=0, pinned=1, snapshot_id=snapshot.id)
@@ -484,15 +484,20 @@ class PrefixCache:
             path = snapshot.node.path()
             end = snapshot.node.end
             plan = plan_restore(path, self.layout, self._has, target=end, more_follows=True)
-            tiers = {self.store.locate(record) for record in plan.records} if plan else set()
             full = [node for node in path if not node.is_tail]
             grid = plan_restore(full, self.layout, self._has, target=full[-1].end, more_follows=True) if full else None
             return SnapshotState(
                 restorable=plan.position if plan else 0,
-                on_disk=Tier.DISK in tiers,
+                disk_tokens=self._disk_tokens(plan) if plan else 0,
                 checkpointed=grid.position if grid else 0,
                 exclusive_bytes=self._exclusive_bytes(snapshot.node),
             )
+
+    def tokens_on_disk(self, node: Node) -> int:
+        """Tokens of `node`'s prefix of which some layer's state would have to be read from disk."""
+        with self._lock:
+            plan = plan_restore(node.path(), self.layout, self._has, target=node.end, more_follows=True)
+            return self._disk_tokens(plan) if plan else 0
 
     def rehome(self, snapshot: Snapshot, node: Node) -> None:
         """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""
@@ -528,6 +533,10 @@ class PrefixCache:
 
     def _snapshots_gone(self, snapshot: Snapshot) -> bool:
         return all(s is not snapshot for s in self._snapshots.of(snapshot.owner))
+
+    def _disk_tokens(self, plan: RestorePlan) -> int:
+        tiers = [self.store.locate(record) or Tier.DISK for record in plan.records]
+        return disk_tokens(plan, tiers)
 
     def _exclusive_bytes(self, node: Node) -> int:
         total = 0

@@ -1,4 +1,4 @@
-"""The receipt of one call. Owns how tokens are accounted: cached + recomputed + new == prompt, counted at the model call."""
+"""The receipt of one call. Owns how tokens are accounted: cached + recomputed + new == prompt, as the model saw it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache.layout import CacheLayout
-from kvcache.records import RecordId, RecordKind
+from kvcache.records import RecordId, RecordKind, Tier
 from kvcache.tree import Node
 
 
@@ -71,6 +71,16 @@ def plan_restore(
         if all(has(record) for record, _ in wanted if record.kind is not RecordKind.FULL):
             return _plan(here, layout, end, logits=logits)
     return None
+
+
+def disk_tokens(plan: RestorePlan, tiers: Sequence[Tier]) -> int:
+    """Tokens of `plan` of which some layer's state is on disk; `tiers` says where each record is."""
+    from_disk = {
+        start
+        for start, record, tier in zip(plan.starts, plan.records, tiers, strict=True)
+        if tier is Tier.DISK and record.kind is not RecordKind.LOGITS
+    }
+    return sum(min(n.end, plan.position) - n.start for n in plan.nodes if n.start in from_disk)
 
 
 def _plan_trimmed(

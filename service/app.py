@@ -10,9 +10,10 @@ from pathlib import Path
 from kvcache.cache import CacheLimits, PrefixCache
 from kvcache.store import StoreConfig, TieredStore
 from service.config import Config
-from service.core import Core, Loaded
+from service.core import Core
 from service.events import ModelState, ModelView
 from service.rpc.server import serve
+from service.runtime import Loaded
 from service.text.tokens import TextCodec
 
 log = logging.getLogger("kvfork")

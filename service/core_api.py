@@ -92,5 +92,5 @@ class Inference(Protocol):
         ...
 
     async def finish_running(self, timeout: float) -> None:
-        """Stops running generations through the StopGeneration path and waits until they have delivered, or time is up."""
+        """Stops running generations as StopGeneration does and waits until they have delivered, or time is up."""
         ...

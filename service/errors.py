@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a call, by name. Owns reasons and their facts; `service.rpc.status` gives them codes.
+"""Everything that can be wrong with a call, by name. Owns reasons and their facts; `service.rpc.status` owns codes.
 
     CallError
     ├── InvalidField          one or more fields are wrong            (also IMAGE_UNSUPPORTED, CONTEXT_OVERFLOW …)
@@ -112,7 +112,7 @@ class QueueFull(CallError):
 
 
 class SnapshotNotFound(CallError):
-    """Unknown or foreign (SNAPSHOT_NOT_FOUND), or gone: SNAPSHOT_EXPIRED, _DELETED, _ROLLED_BACK, _EVICTED, _NOT_DURABLE."""
+    """Unknown or foreign (SNAPSHOT_NOT_FOUND), or gone: SNAPSHOT_EXPIRED, _DELETED, _ROLLED_BACK."""
 
     reason = "SNAPSHOT_NOT_FOUND"
 

@@ -110,7 +110,7 @@ class Handles:
             self._cache.unuse(snapshot)
 
     def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
-        """Names `node`, taking over the caller's hold on it. A chosen id that names this very prefix is returned as is."""
+        """Names `node`, taking over the caller's hold on it. A chosen id that names this very prefix is returned."""
         try:
             with translated():
                 try:
@@ -157,7 +157,7 @@ class Handles:
         missing = snapshot.token_count - state.restorable
         if missing >= BLOCK_TOKENS or state.restorable == 0:
             residency = Residency.TOKENS
-        elif missing or state.on_disk:
+        elif missing or state.disk_tokens:
             residency = Residency.DISK
         else:
             residency = Residency.MEMORY

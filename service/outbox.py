@@ -1,7 +1,7 @@
 """From the engine thread to asyncio. Owns the crossing: one wake-up a step, pending text merged while nobody reads.
 
-`Outlet` lives on both sides: `emit` and `flush` run on the engine thread, delivery on the event loop. A `Channel` is one
-work's mailbox on the loop. What a reader never took (nodes) is let go when the channel closes.
+`Outlet` lives on both sides: `emit` and `flush` run on the engine thread, delivery on the event loop. A `Channel` is
+one work's mailbox on the loop. What a reader never took (nodes) is let go when the channel closes.
 """
 
 from __future__ import annotations

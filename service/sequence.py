@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.receipt import MissReason, Usage
-from kvcache.records import FetchResult, RecordKind, Tier
+from kvcache.records import FetchResult, Tier
+from kvcache.restore import disk_tokens
 from kvcache.schedule import Call, plan_calls
 from service.events import FinishReason, Timing
 from service.plan import Restored, RowId
@@ -103,7 +104,7 @@ class Sequence:
             return Usage(prompt_tokens=self.prompt_tokens, new_tokens=self.prompt_tokens)
         known = min(lookup.known, self.prompt_tokens)
         recomputed = known - lookup.position
-        disk = self._disk_tokens(lookup)
+        disk = disk_tokens(lookup.plan, self.read.tiers) if lookup.plan is not None and self.read is not None else 0
         return Usage(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=lookup.position,
@@ -125,14 +126,3 @@ class Sequence:
             prefill=self.prefill_seconds,
             decode=self.last_token - self.first_token if self.first_token is not None else 0.0,
         )
-
-    def _disk_tokens(self, lookup: Lookup) -> int:
-        """Restored tokens of which some layer's state came from the disk tier."""
-        if lookup.plan is None or self.read is None:
-            return 0
-        from_disk = {
-            start
-            for start, record, tier in zip(lookup.plan.starts, lookup.plan.records, self.read.tiers, strict=True)
-            if tier is Tier.DISK and record.kind is not RecordKind.LOGITS
-        }
-        return sum(min(n.end, lookup.position) - n.start for n in lookup.plan.nodes if n.start in from_disk)

@@ -139,7 +139,7 @@ class _Story:
         return 0
 
     def _opening(self, questions: list[str], first: str = "") -> InputLike:
-        """System prompt and user turns, each but the last answered in a word; as chat where the model has a template."""
+        """System prompt and user turns, each but the last answered in a word; as chat where there is a template."""
         from kvfork_client import Message, raw
 
         handbook = f"{first} {_HANDBOOK}{_REGISTER}".strip()

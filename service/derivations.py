@@ -1,0 +1,267 @@
+"""CreateSnapshot, Fork, Rollback and CountTokens: snapshots from inputs and from snapshots.
+
+Owns what needs the model and what does not: a fork without additions and a rollback to a kept place touch no tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import replace
+
+from kvcache.cache import PrefixCache
+from kvcache.receipt import MissReason, Usage
+from kvcache.snapshots import GoneReason, Snapshot
+from kvcache.tree import Node
+from service.errors import CallError, InvalidField, NotAnAncestor, RollbackBeyondEnd
+from service.events import Counted, Created, Forked, Marked, RolledBack
+from service.handles import Handles
+from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, Release, RollbackCall, Rounding
+from service.resolve import Prompt, check_room, mark_positions
+from service.runtime import Loaded, Runtime, recompute_limit, store_full
+from service.work import NodeAt, Work
+
+
+class Derivations:
+    """The unary calls that make or measure snapshots."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._rt = runtime
+
+    async def create_snapshot(self, call: CreateSnapshotCall, owner: str) -> Created:
+        loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
+        handles.check_new(owner, [call.options, *(m.options for m in call.marks)])
+        with ExitStack() as stack:
+            parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
+            prompt = await self._rt.prompt(loaded, parent, call.input)
+            end = len(prompt.tokens)
+            check_room(end, loaded.view, needs=0)
+            places = mark_positions(call.marks, prompt)
+            if parent is not None and end == parent.token_count:
+                snapshot = handles.add(owner, loaded.cache.hold(parent.node), call.options, parent)
+                usage = _untouched(loaded.cache, parent.node)
+                marks: list[Marked] = self._rt.parent_marks(call.marks, places, owner, parent)
+            else:
+                keep = self._rt.engine_places(places, parent) | {end}
+                work = Work(
+                    owner=owner,
+                    tokens=prompt.tokens,
+                    base=parent.node if parent else None,
+                    keep=keep,
+                    generation=None,
+                )
+                nodes, usage = await self._rt.run(work, parent)
+                marks = self._rt.parent_marks(call.marks, places, owner, parent)
+                for event in nodes:
+                    if event.node.end < end or end in places:
+                        copy = NodeAt(loaded.cache.hold(event.node), event.lost, final=False)
+                        marks += self._rt.marked(copy, call.marks, places, owner, parent)
+                    if event.node.end < end:
+                        loaded.cache.let_go(event.node)
+                last = next(event for event in nodes if event.node.end == end)
+                if last.lost:
+                    loaded.cache.let_go(last.node)
+                    raise store_full(last.lost)
+                snapshot = handles.add(owner, last.node, call.options, parent)
+            kept = {m.mark: m.snapshot for m in marks if m.snapshot is not None}
+            if len(kept) < len(call.marks):
+                raise store_full("a mark's state could not be kept")
+            return Created(
+                snapshot=handles.view(snapshot), usage=usage, marked=tuple(kept[i] for i in range(len(call.marks)))
+            )
+
+    async def fork(self, call: ForkCall, owner: str) -> Forked:
+        loaded, handles = self._rt.need_model("", names_snapshot=True)
+        handles.check_new(owner, [branch.options for branch in call.branches])
+        with handles.using(call.parent, owner) as parent:
+            prompts = []
+            for i, branch in enumerate(call.branches):
+                at = f"branches[{i}].append"
+                prompt = await self._rt.prompt(loaded, parent, branch.append, at=at)
+                check_room(len(prompt.tokens), loaded.view, needs=0, at=at)
+                prompts.append(prompt)
+            nodes, usage = await self._run_branches(loaded, parent, prompts, owner)
+            snapshots: list[Snapshot] = []
+            try:
+                while nodes:
+                    branch = call.branches[len(snapshots)]
+                    snapshots.append(handles.add(owner, nodes.pop(0), branch.options, parent))
+            except CallError:  # all or none
+                for snapshot in snapshots:
+                    handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
+                for node in nodes:
+                    loaded.cache.let_go(node)
+                raise
+            return Forked(snapshots=tuple(handles.view(s) for s in snapshots), usage=usage)
+
+    async def _run_branches(
+        self, loaded: Loaded, parent: Snapshot, prompts: list[Prompt], owner: str
+    ) -> tuple[list[Node], Usage]:
+        """A held node for each prompt; branches that add tokens are prefilled side by side."""
+        cache = loaded.cache
+        works = [
+            Work(owner=owner, tokens=p.tokens, base=parent.node, keep=frozenset({len(p.tokens)}), generation=None)
+            for p in prompts
+            if len(p.tokens) > parent.token_count
+        ]
+        results = await asyncio.gather(*(self._rt.run(w, parent) for w in works), return_exceptions=True)
+        failure = next((r for r in results if isinstance(r, BaseException)), None)
+        done = [r for r in results if not isinstance(r, BaseException)]
+        if failure is None:
+            lost = next((e.lost for nodes, _ in done for e in nodes if e.lost), "")
+            failure = store_full(lost) if lost else None
+        if failure is not None:
+            for events, _ in done:
+                for event in events:
+                    cache.let_go(event.node)
+            raise failure
+        computed = iter(done)
+        nodes: list[Node] = []
+        usages: list[Usage] = []
+        for prompt in prompts:
+            if len(prompt.tokens) > parent.token_count:
+                events, usage = next(computed)
+                nodes.append(events[-1].node)
+                usages.append(usage)
+            else:
+                nodes.append(cache.hold(parent.node))
+        return nodes, _fork_usage(_untouched(cache, parent.node), usages)
+
+    async def rollback(self, call: RollbackCall, owner: str) -> RolledBack:
+        loaded, handles = self._rt.need_model("", names_snapshot=True)
+        handles.check_new(owner, [call.options])
+        cache = loaded.cache
+        with handles.using(call.source, owner) as source:
+            position, node = self._rollback_target(call, source, owner, handles, cache)
+            if node is None and call.rounding is Rounding.DOWN:
+                stored = cache.checkpoints_before(source.node, position)
+                node = cache.cut(source.node, stored) if stored else None
+                if node is None:
+                    raise recompute_limit(position, 0, 0)
+                position = stored
+            if node is None:
+                node, usage = await self._recompute(call, source, position, owner, cache)
+            else:
+                usage = _untouched(cache, node)
+            if call.release is Release.SOURCE and source.uses > 1:
+                cache.let_go(node)
+                handles.delete(source, GoneReason.ROLLED_BACK, in_use_ok=False)
+            snapshot = handles.add(owner, node, call.options, source)
+            released = self._let_go_of(call.release, source, position, snapshot, handles, cache)
+            return RolledBack(snapshot=handles.view(snapshot), released=tuple(released), usage=usage)
+
+    def _rollback_target(
+        self, call: RollbackCall, source: Snapshot, owner: str, handles: Handles, cache: PrefixCache
+    ) -> tuple[int, Node | None]:
+        """Where to cut, and a held node that stands there if no compute is needed."""
+        if call.ancestor is not None:
+            ancestor = handles.find(call.ancestor, owner)
+            tokens = ancestor.node.all_tokens()
+            if source.node.all_tokens()[: len(tokens)] != tokens:
+                facts = {"source": call.source, "ancestor": call.ancestor}
+                raise NotAnAncestor(
+                    f"{call.ancestor} is not a prefix of {call.source}", hint="roll back by token_count", metadata=facts
+                )
+            return len(tokens), cache.hold(ancestor.node)
+        position = call.token_count if call.token_count is not None else source.token_count - (call.drop_tokens or 0)
+        if position > source.token_count or position < 0:
+            facts = {"tokenCount": str(source.token_count)}
+            raise RollbackBeyondEnd(
+                f"{call.source} has {source.token_count} tokens", hint="cut within it", metadata=facts
+            )
+        if position == 0:
+            field = "token_count" if call.token_count is not None else "drop_tokens"
+            raise InvalidField.at(field, "nothing would be left: generate without a parent instead")
+        return position, cache.cut(source.node, position)
+
+    async def _recompute(
+        self, call: RollbackCall, source: Snapshot, position: int, owner: str, cache: PrefixCache
+    ) -> tuple[Node, Usage]:
+        """Computes the state at `position` from the deepest stored place before it."""
+        base = cache.hold_base(source.node, position)
+        try:
+            stored = base.end
+            limit = call.max_recompute_tokens
+            if limit is not None and position - stored > limit:
+                raise recompute_limit(position - stored, limit, stored)
+            work = Work(
+                owner=owner,
+                tokens=source.node.all_tokens()[:position],
+                base=base if base.parent is not None else None,
+                keep=frozenset({position}),
+                generation=None,
+            )
+            events, usage = await self._rt.run(work, None)
+        finally:
+            cache.let_go(base)
+        (event,) = events
+        if event.lost:
+            cache.let_go(event.node)
+            raise store_full(event.lost)
+        # All of it was in the source once.
+        again = usage.recomputed_tokens + usage.new_tokens
+        reason = usage.miss_reason if usage.miss_reason is not MissReason.NONE else MissReason.BETWEEN_CHECKPOINTS
+        return event.node, replace(
+            usage,
+            recomputed_tokens=again,
+            new_tokens=0,
+            diverged_at=None,
+            miss_reason=reason if again else MissReason.NONE,
+        )
+
+    def _let_go_of(
+        self,
+        release: Release,
+        source: Snapshot,
+        position: int,
+        result: Snapshot,
+        handles: Handles,
+        cache: PrefixCache,
+    ) -> list[str]:
+        if release is Release.NONE:
+            return []
+        going = [source] if release is Release.SOURCE else cache.abandoned_by(source, position)
+        going = [snapshot for snapshot in going if snapshot is not result]
+        if release is Release.ABANDONED:
+            self._rt.stop_users({snapshot.id for snapshot in going}, source.owner)
+        for snapshot in going:
+            handles.delete(snapshot, GoneReason.ROLLED_BACK, in_use_ok=True)
+        return [f"snapshots/{snapshot.id}" for snapshot in going]
+
+    async def count_tokens(self, call: CountTokensCall, owner: str) -> Counted:
+        loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
+        with ExitStack() as stack:
+            parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
+            prompt = await self._rt.prompt(loaded, parent, call.input)
+            total = len(prompt.tokens)
+            lookup = loaded.cache.lookup(owner, prompt.tokens, base=parent.node if parent else None, keep=())
+            loaded.cache.release(lookup)
+            return Counted(
+                total_tokens=total,
+                cached_tokens=lookup.position,
+                remaining_tokens=max(0, loaded.view.context_tokens - total),
+                token_ids=tuple(prompt.added) if call.include_rendered else (),
+                text=prompt.text if call.include_rendered else "",
+            )
+
+
+def _untouched(cache: PrefixCache, node: Node) -> Usage:
+    """The receipt of a call that moved a name and no tensor: where the state lies, and nothing read."""
+    disk = cache.tokens_on_disk(node)
+    return Usage(prompt_tokens=node.end, cached_tokens=node.end, memory_tokens=node.end - disk, disk_tokens=disk)
+
+
+def _fork_usage(untouched: Usage, usages: list[Usage]) -> Usage:
+    """Over all branches that added tokens; the parent (`untouched`) counts once."""
+    if not usages:
+        return untouched
+    parent_tokens = untouched.prompt_tokens
+    dearest = max(usages, key=lambda u: u.recomputed_tokens)
+    new = sum(u.prompt_tokens - parent_tokens for u in usages)
+    return replace(
+        dearest,
+        prompt_tokens=parent_tokens + new,
+        new_tokens=new,
+        disk_bytes_read=sum(u.disk_bytes_read for u in usages),
+        diverged_at=parent_tokens,
+    )

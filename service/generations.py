@@ -1,0 +1,184 @@
+"""Generate, from call to stream. Owns the order of a stream's events and what a cancelled call leaves behind."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+
+from kvcache.snapshots import Snapshot
+from service.events import Delta, Event, Finished, Progress, SnapshotView, Started, TokenLogprob, TopLogprob
+from service.outbox import Channel
+from service.plan import Picked
+from service.request import GenerateCall
+from service.resolve import Prompt, check_room, mark_positions, resolve_sampling
+from service.runtime import Running, Runtime
+from service.text.stream import TextStream
+from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled, Tokens, Work
+
+
+class Generations:
+    """Every running Generate."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._rt = runtime
+
+    async def generate(self, call: GenerateCall, owner: str) -> AsyncIterator[Event]:
+        loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
+        if call.save is not None:
+            handles.check_new(owner, [call.save, *(m.options for m in call.marks)])
+        else:
+            handles.check_new(owner, [m.options for m in call.marks])
+        with ExitStack() as stack:
+            parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
+            prompt = await self._rt.prompt(loaded, parent, call.input)
+            check_room(len(prompt.tokens), loaded.view, needs=1)
+            places = mark_positions(call.marks, prompt)
+            seed = call.sampling.seed if call.sampling.seed is not None else secrets.randbits(32)
+            room = loaded.view.context_tokens - len(prompt.tokens)
+            asked = call.stopping.max_tokens
+            text = TextStream(
+                loaded.codec,
+                call.stopping,
+                max_new_tokens=asked if asked is not None else self._rt.config.default_max_tokens,
+                context_room=room,
+                context_tail=prompt.tokens[-8:],
+            )
+            work = Work(
+                owner=owner,
+                tokens=prompt.tokens,
+                base=parent.node if parent else None,
+                keep=self._rt.engine_places(places, parent),
+                generation=Generation(
+                    sampling=resolve_sampling(call.sampling, loaded.view, seed),
+                    stopping=call.stopping,
+                    top_logprobs=call.output.top_logprobs,
+                    text=text,
+                    save=call.save is not None,
+                    save_on_cancel=call.save_on_cancel,
+                ),
+                max_recompute_tokens=call.max_recompute_tokens,
+                progress=call.output.progress,
+                priority=call.priority,
+            )
+            generation = f"generations/{secrets.token_hex(12)}"
+            channel, row = self._rt.submit(work)
+            self._rt.running[generation] = Running(row, owner, parent.id if parent else "")
+            done = False
+            try:
+                async for event in self._events(call, owner, prompt, places, parent, channel, generation, seed):
+                    done = isinstance(event, Finished)
+                    yield event
+            finally:
+                del self._rt.running[generation]
+                if done or channel.ended.is_set():
+                    channel.close()
+                elif call.save_on_cancel and call.save is not None:
+                    self._rt.loop.cancel(row, save=True)
+                    self._rt.spawn(self._save_cancelled(channel, owner, call, parent))
+                else:
+                    self._rt.loop.cancel(row)
+                    channel.close()
+
+    async def stop(self, generation: str, owner: str) -> bool:
+        running = self._rt.running.get(generation)
+        if running is None or running.owner != owner:
+            return False
+        self._rt.loop.stop(running.row)
+        return True
+
+    async def _events(
+        self,
+        call: GenerateCall,
+        owner: str,
+        prompt: Prompt,
+        places: list[int],
+        parent: Snapshot | None,
+        channel: Channel,
+        generation: str,
+        seed: int,
+    ) -> AsyncIterator[Event]:
+        """One generation's events from its channel, with nodes turned into snapshots."""
+        saved: SnapshotView | None = None
+        save_error = ""
+        gathered: Tokens | None = None
+        while True:
+            event = await channel.get()
+            if gathered is not None and not (isinstance(event, Tokens)):
+                yield self._delta(gathered, call)
+                gathered = None
+            match event:
+                case Admitted():
+                    yield Started(
+                        generation=generation,
+                        instance=self._rt.instance,
+                        prompt_tokens=len(prompt.tokens),
+                        seed=seed,
+                        queue_seconds=event.queue_seconds,
+                    )
+                    for marked in self._rt.parent_marks(call.marks, places, owner, parent):
+                        yield marked
+                case Prefilled():
+                    yield Progress(event.done, len(prompt.tokens))
+                case NodeAt() if event.rehome:
+                    self._rt.rehome(parent, event)
+                case NodeAt() if event.final:
+                    saved, save_error = self._rt.try_save(owner, event, call.save, parent)
+                case NodeAt():
+                    for marked in self._rt.marked(event, call.marks, places, owner, parent):
+                        yield marked
+                case Tokens():
+                    if gathered is not None:
+                        gathered.text += event.text
+                        gathered.picked += event.picked
+                    else:
+                        gathered = event
+                    if len(gathered.picked) >= call.output.min_tokens_per_delta or not gathered.picked:
+                        yield self._delta(gathered, call)
+                        gathered = None
+                case Ended():
+                    assert event.reason is not None
+                    if call.save is not None and saved is None and not save_error:
+                        save_error = "NOTHING_TO_SAVE"
+                    yield Finished(
+                        reason=event.reason,
+                        usage=event.usage,
+                        timing=event.timing,
+                        stop=event.stop,
+                        stop_token_id=event.stop_token_id,
+                        snapshot=saved,
+                        save_error_reason=save_error,
+                    )
+                    return
+                case Failed():
+                    raise event.error
+
+    async def _save_cancelled(self, channel: Channel, owner: str, call: GenerateCall, parent: Snapshot | None) -> None:
+        """Nobody listens any more, but the state was asked for: waits for it and names it."""
+        while True:
+            event = await channel.get()
+            if isinstance(event, NodeAt):
+                self._rt.try_save(owner, event, call.save if event.final else None, parent)
+            if isinstance(event, Ended | Failed):
+                channel.close()
+                return
+
+    def _delta(self, tokens: Tokens, call: GenerateCall) -> Delta:
+        assert self._rt.loaded is not None
+        codec = self._rt.loaded.codec
+
+        def logprob(pick: Picked) -> TokenLogprob:
+            return TokenLogprob(
+                token_id=pick.token,
+                logprob=pick.logprob if pick.logprob is not None else 0.0,
+                token_bytes=codec.token_bytes(pick.token),
+                top=tuple(TopLogprob(t.token, t.logprob, codec.token_bytes(t.token)) for t in pick.top),
+            )
+
+        return Delta(
+            text=tokens.text,
+            first_position=tokens.first_position,
+            token_count=len(tokens.picked),
+            token_ids=tuple(p.token for p in tokens.picked) if call.output.token_ids else (),
+            logprobs=tuple(logprob(p) for p in tokens.picked) if call.output.top_logprobs is not None else (),
+        )

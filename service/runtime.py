@@ -1,0 +1,246 @@
+"""What every call needs: the loaded model, its handles, the way to the engine thread and back.
+
+Runs on the event loop. Tokenizing goes to a thread of its own. A handle is made here and nowhere else: the engine
+thread hands out nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvcache.cache import PrefixCache
+from kvcache.receipt import Usage
+from kvcache.snapshots import Snapshot
+from service.config import Config
+from service.engine import Engine
+from service.errors import (
+    CallError,
+    Draining,
+    EngineDown,
+    ModelLoading,
+    ModelNotFound,
+    RecomputeLimit,
+    SnapshotNotFound,
+    StoreFull,
+)
+from service.events import Marked, ModelState, ModelView, SnapshotView
+from service.handles import RESOURCE, Handles
+from service.loop import EngineLoop
+from service.outbox import Channel, Outlet
+from service.plan import RowId
+from service.request import Input, Mark, SaveOptions
+from service.resolve import Prompt, resolve_prompt
+from service.text.tokens import TextCodec
+from service.work import Ended, Failed, NodeAt, Work
+
+STUCK_AFTER = 60.0  # seconds in one step before health gives the engine up; a 256-token call is far below
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model that is ready."""
+
+    engine: Engine
+    cache: PrefixCache
+    codec: TextCodec
+    view: ModelView
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A generation under way."""
+
+    row: RowId
+    owner: str
+    parent: str  # snapshot id, or ""
+
+
+class Runtime:
+    """One per process, shared by everything that serves calls."""
+
+    def __init__(self, config: Config, model_view: ModelView, instance: str) -> None:
+        self.config = config
+        self.instance = instance
+        self.model_view = model_view
+        self.loaded: Loaded | None = None
+        self.handles: Handles | None = None
+        self.draining = False
+        self.running: dict[str, Running] = {}
+        self.loop: EngineLoop  # set by start
+        self._outlet: Outlet
+        self._background: set[asyncio.Task[None]] = set()
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+
+    def start(self, loop: EngineLoop, outlet: Outlet) -> None:
+        """Both ends of the way to the engine thread."""
+        self.loop, self._outlet = loop, outlet
+
+    def close(self) -> None:
+        """Ends what runs in the background on the event loop."""
+        for task in list(self._background):
+            task.cancel()
+        self._text_thread.shutdown(wait=False)
+
+    def check_model(self, name: str) -> ModelView:
+        """The model, if `name` is its name or empty."""
+        if name not in ("", self.model_view.name):
+            raise ModelNotFound(
+                f"there is no model {name}",
+                hint=f"this server has {self.model_view.name}",
+                resource=("kvfork.v1.Model", name),
+            )
+        return self.model_view
+
+    def need_model(self, name: str, *, names_snapshot: bool) -> tuple[Loaded, Handles]:
+        """What a call that needs the model works with. Raises what stands in its way."""
+        self.check_model(name)
+        if self.draining:
+            raise Draining(
+                "the server is shutting down",
+                hint="snapshots end with it" if names_snapshot else "try another instance",
+                metadata={"namesSnapshot": "true"} if names_snapshot else {},
+                retry_after=None if names_snapshot else 1.0,
+            )
+        if self.model_view.state is ModelState.FAILED:
+            raise EngineDown(
+                f"{self.model_view.name} could not be loaded", hint="see the server's log", retry_after=5.0
+            )
+        if self.loaded is None or self.handles is None:
+            raise ModelLoading(
+                f"{self.model_view.name} is being loaded", metadata={"model": self.model_view.name}, retry_after=1.0
+            )
+        if not self.loop.is_alive(STUCK_AFTER):
+            raise EngineDown("the model thread is down", hint="the server must be restarted", retry_after=5.0)
+        return self.loaded, self.handles
+
+    def need_store(self, name: str) -> Handles:
+        if self.handles is None:
+            raise SnapshotNotFound(f"there is no snapshot {name}", resource=(RESOURCE, name))
+        return self.handles
+
+    async def in_text_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+
+    async def prompt(self, loaded: Loaded, parent: Snapshot | None, given: Input | None, at: str = "input") -> Prompt:
+        context = parent.node.all_tokens() if parent else ()
+        return await self.in_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, at))
+
+    def submit(self, work: Work) -> tuple[Channel, RowId]:
+        assert self.loaded is not None
+        channel = Channel(self.loaded.cache.let_go)
+        return channel, self.loop.submit(work, self._outlet.emit_to(channel))
+
+    async def run(self, work: Work, parent: Snapshot | None) -> tuple[list[NodeAt], Usage]:
+        """A work without generation, to its end. Returns held nodes in order; cancelling it leaves nothing behind."""
+        channel, row = self.submit(work)
+        nodes: list[NodeAt] = []
+        try:
+            while True:
+                match await channel.get():
+                    case NodeAt() as event if event.rehome:
+                        self.rehome(parent, event)
+                    case NodeAt() as event:
+                        nodes.append(event)
+                    case Ended() as event:
+                        return nodes, event.usage
+                    case Failed() as event:
+                        raise event.error
+                    case _:
+                        pass
+        except BaseException:
+            self.loop.cancel(row)
+            channel.close()
+            assert self.loaded is not None
+            for event in nodes:
+                self.loaded.cache.let_go(event.node)
+            raise
+
+    @staticmethod
+    def engine_places(places: list[int], parent: Snapshot | None) -> frozenset[int]:
+        """Places that lie beyond the parent: the engine will pass them."""
+        return frozenset(p for p in places if parent is None or p > parent.token_count)
+
+    def parent_marks(
+        self, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
+    ) -> list[Marked]:
+        """Marks at or before the parent's end: kept if a state stands there already, and said so if not."""
+        if parent is None:
+            return []
+        assert self.loaded is not None and self.handles is not None
+        found: list[Marked] = []
+        for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
+            if place > parent.token_count:
+                continue
+            node = self.loaded.cache.cut(parent.node, place)
+            if node is None:
+                found.append(Marked(mark=i, snapshot=None, save_error_reason="NOT_STORED"))
+            else:
+                found += self._mark(i, NodeAt(node, "", final=False), mark, owner, parent)
+        return found
+
+    def marked(
+        self, event: NodeAt, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
+    ) -> list[Marked]:
+        """Every mark at the node's place; takes over the hold on the node."""
+        assert self.loaded is not None
+        found: list[Marked] = []
+        for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
+            if place == event.node.end:
+                copy = NodeAt(self.loaded.cache.hold(event.node), event.lost, final=False)
+                found += self._mark(i, copy, mark, owner, parent)
+        self.loaded.cache.let_go(event.node)
+        return found
+
+    def _mark(self, index: int, event: NodeAt, mark: Mark, owner: str, parent: Snapshot | None) -> list[Marked]:
+        view, reason = self.try_save(owner, event, mark.options, parent)
+        return [Marked(mark=index, snapshot=view, save_error_reason=reason)]
+
+    def try_save(
+        self, owner: str, event: NodeAt, options: SaveOptions | None, parent: Snapshot | None
+    ) -> tuple[SnapshotView | None, str]:
+        """Names a node if all of it was stored; the reason if not."""
+        assert self.loaded is not None and self.handles is not None
+        if event.lost or options is None:
+            self.loaded.cache.let_go(event.node)
+            return None, "STORE_FULL" if event.lost else ""
+        try:
+            return self.handles.view(self.handles.add(owner, event.node, options, parent)), ""
+        except CallError as error:
+            return None, error.reason
+
+    def rehome(self, parent: Snapshot | None, event: NodeAt) -> None:
+        assert self.loaded is not None
+        if parent is not None and not event.lost:
+            self.loaded.cache.rehome(parent, event.node)
+        self.loaded.cache.let_go(event.node)
+
+    def stop_users(self, snapshot_ids: set[str], owner: str) -> None:
+        for running in self.running.values():
+            if running.owner == owner and running.parent in snapshot_ids:
+                self.loop.stop(running.row)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def store_full(reason: str) -> StoreFull:
+    """The error for state that could not be kept."""
+    return StoreFull(f"the state could not be kept: {reason}", hint="free room, or try again later", retry_after=1.0)
+
+
+def recompute_limit(needed: int, allowed: int, nearest: int) -> RecomputeLimit:
+    """The error for a bound on recomputed tokens."""
+    facts = {"needed": str(needed), "allowed": str(allowed), "nearestCheckpoint": str(nearest)}
+    return RecomputeLimit(
+        f"{needed} tokens would be computed again, {allowed} are allowed",
+        hint="raise max_recompute_tokens, or cut at the nearest checkpoint",
+        metadata=facts,
+    )
