@@ -43,7 +43,7 @@ def test_generate_streams_the_cores_events_in_order():
             assert messages[1].delta.text == "Hi"
             [(method, call, owner)] = s.core.calls
             assert (method, owner) == ("generate", "local")
-            assert 0 < call.deadline <= 20
+            assert 0 < call.deadline < 25  # gRPC rounds it up a little
             assert call == GenerateCall(parent="snapshots/a", deadline=call.deadline)
             assert (s.core.ended, s.core.running) == (["finished"], 0)
 
