@@ -13,6 +13,7 @@ one that was asked for are the same state. There the logits are paid for.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ def plan_calls(start: int, end: int, stops: Iterable[int], replay: Iterable[int]
     fixed |= set(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
     calls: list[Call] = []
     ordered = sorted(fixed)
-    for left, right in zip(ordered, ordered[1:], strict=False):
+    for left, right in itertools.pairwise(ordered):
         if right in wanted and right % BLOCK_TOKENS and right - left > LOGITS_TOKENS:
             calls.append(Call(left, right - 1, stop=False))
             left = right - 1

@@ -24,6 +24,7 @@ from service.engine import Engine
 from service.events import LimitsView, ModelState, ModelView, Residency, ServerView, StatsView
 from service.generations import Generations
 from service.handles import Handles
+from service.idempotency import Replays
 from service.loop import EngineLoop
 from service.outbox import Outlet
 from service.runtime import STUCK_AFTER, Loaded, Runtime
@@ -45,12 +46,13 @@ class Core:
         self._boot_id = secrets.token_hex(8)
         self._started = time.monotonic()
         generations = Generations(self._rt)
-        self.generate = generations.generate
+        replays = Replays()
+        self.generate = replays.generate(generations.generate)
         self.stop_generation = generations.stop
         derivations = Derivations(self._rt)
-        self.create_snapshot = derivations.create_snapshot
-        self.fork = derivations.fork
-        self.rollback = derivations.rollback
+        self.create_snapshot = replays.unary("CreateSnapshot", derivations.create_snapshot)
+        self.fork = replays.unary("Fork", derivations.fork)
+        self.rollback = replays.unary("Rollback", derivations.rollback)
         self.count_tokens = derivations.count_tokens
         directory = Directory(self._rt)
         self.get_snapshot = directory.get_snapshot
@@ -155,8 +157,8 @@ class Core:
         for running in list(self._rt.running.values()):
             self._rt.loop.stop(running.row)
         until = time.monotonic() + timeout
-        while self._rt.running and time.monotonic() < until:
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - once in a process's life; an event would be one more thing to set
+        while self._rt.running and time.monotonic() < until:  # noqa: ASYNC110 - once in a process's life
+            await asyncio.sleep(0.01)
 
     def _ready(self, loaded: Loaded) -> None:
         self._rt.loaded = loaded

@@ -17,8 +17,8 @@ from kvcache.records import RecordId, RecordKind
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
 from service.engine import cpu
-from service.models import resolve
 from service.loop import EngineLoop
+from service.models import resolve
 from service.request import Sampling, Stopping
 from service.scheduler import Scheduler, SchedulerConfig
 from service.text.stream import TextStream

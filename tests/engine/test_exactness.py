@@ -211,7 +211,7 @@ def test_decoding_across_a_boundary_leaves_a_checkpoint(tiny: Rig) -> None:
     assert [n.end for n in end.path()] == [256, 280]
     back = tiny.cache.cut(end, 256)
     assert back is not None
-    tokens = (prompt + answer.tokens)[:256] + [21, 22, 23]
+    tokens = [*(prompt + answer.tokens)[:256], 21, 22, 23]
     warm = tiny.run(tokens, base=back, keep=[259])
     assert warm.usage is not None and (warm.usage.cached_tokens, warm.usage.new_tokens) == (256, 3)
     # The same line decoded once more, alone, is the same line bit for bit.
