@@ -162,10 +162,9 @@ class DiskTier:
             self._segments.release(extent)
 
     def make_room(self, record_bytes: int, *, limit: int | None = None) -> bool:
-        """Evict and clean until an append of this size fits; between steps, waiting reads go first."""
+        """Evict and clean until an append of this size fits; between two copies, waiting reads go first."""
         ledger = self._ledger
         while True:
-            self._io.run_urgent()
             self.apply_releases()
             with ledger.lock:
                 can_evict = ledger.index.has_victim(Tier.DISK)

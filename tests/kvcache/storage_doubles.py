@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvcache.records import Buffer, RecordId, RecordKind
 from kvcache.storage import MemoryStorage, Storage
@@ -24,7 +24,7 @@ class FaultyStorage:
     """Passes on to `inner`, except where told to fail.
 
     `fail_writes`: numbers of the writes to fail, counted from 1; `broken`: fail all of them. `torn`: bytes of a failing
-    write that still reach the inner storage.
+    write that still reach the inner storage. `before_write` is called with each write's number.
     """
 
     def __init__(self, inner: Storage | None = None) -> None:
@@ -37,6 +37,7 @@ class FaultyStorage:
         self.read_fails = False
         self.create_fails = False
         self.writes = 0
+        self.before_write: Callable[[int], object] = lambda number: None
 
     def create(self, segment: int) -> None:
         if self.create_fails:
@@ -45,6 +46,7 @@ class FaultyStorage:
 
     def write(self, segment: int, offset: int, parts: Sequence[Buffer]) -> None:
         self.writes += 1
+        self.before_write(self.writes)
         if self.broken or self.writes in self.fail_writes:
             self.inner.write(segment, offset, [b"".join(parts)[: self.torn]])
             raise OSError(self.error, "write fails")

@@ -250,6 +250,18 @@ def test_the_free_space_floor_bounds_the_files_before_the_budget_does() -> None:
     assert log.plan_room(RECORD, can_evict=False) is Step.FULL
 
 
+def test_a_segment_is_not_cleaned_where_its_records_would_not_fit_beside_it() -> None:
+    storage = MemoryStorage(size_bytes=100_000)
+    log = log_over(storage)
+    places = fill(log, range(78))
+    for name in range(0, 78, 2):
+        log.release(places[name])
+    assert log.plan_room(RECORD, can_evict=True) is Step.CLEAN
+    storage.size_bytes = sum(storage.sizes().values()) + 2 * RECORD  # a segment's live records are three
+    assert log.plan_room(RECORD, can_evict=True) is Step.EVICT
+    assert log.plan_room(RECORD, can_evict=False) is Step.FULL
+
+
 @pytest.mark.parametrize("budget", [0, 1, 143, 144, 1000, 16_000, 10**6])
 def test_the_largest_payload_is_just_what_an_empty_log_takes(budget: int) -> None:
     log = log_over(MemoryStorage(), budget=budget)

@@ -184,6 +184,19 @@ def test_an_implicit_record_is_skipped_when_the_queue_is_full_and_an_explicit_on
     store.close()
 
 
+def test_a_record_put_again_by_name_may_use_the_second_half_of_the_queue() -> None:
+    store = store_over()
+    put_all(store, range(10), FULL)
+    assert put(store, 0, FULL, explicit=True) is PutResult.EXISTS
+    store.touch(record(name, FULL) for name in range(1, 10))
+    for name in range(5):
+        put(store, name)
+    put(store, 10, FULL)
+    put(store, 11, FULL)
+    assert tiers(store, range(2), FULL) == [Tier.PENDING, None]
+    store.close()
+
+
 def test_a_follow_up_reads_pending_records_while_the_disk_stands_still() -> None:
     storage = GatedStorage()
     store = store_over(storage)
@@ -259,6 +272,60 @@ def test_space_is_won_back_by_cleaning_when_the_survivors_are_scattered() -> Non
     assert stats.file_bytes <= 20_000
     assert all(holds(store, name) for name in range(0, 80, 4))
     assert stats.written.records == 160
+    store.close()
+
+
+def test_records_that_go_in_the_order_they_came_are_never_copied_on() -> None:
+    store = store_over(disk_bytes=20_000)
+    put_all(store, range(400))
+    assert store.stats().evicted[Tier.DISK].records > 250
+    assert store.stats().copied_on.records == 0
+    store.close()
+
+
+def cleaning_store(storage: FaultyStorage) -> TieredStore:
+    """One in four records is pinned, and enough of the rest came and went that the next puts clean."""
+    store = store_over(storage, disk_bytes=20_000)
+    put_all(store, range(80))
+    store.pin(record(name) for name in range(0, 80, 4))
+    while not store.stats().copied_on.records:
+        put_all(store, range(1000 + storage.writes, 1001 + storage.writes))
+    return store
+
+
+def test_a_read_that_arrives_while_segments_are_cleaned_is_answered_between_two_copies() -> None:
+    storage = FaultyStorage()
+    store = cleaning_store(storage)
+    answered_at: list[int] = []
+
+    def ask(number: int) -> None:
+        store.fetch([record(0)], lambda result: answered_at.append(storage.writes if result.ok else -1))
+        storage.before_write = lambda number: None
+
+    copies = store.stats().copied_on.records
+    while store.stats().copied_on.records == copies:
+        storage.before_write, begun = ask, storage.writes
+        put_all(store, range(5000 + begun, 5001 + begun))
+    assert begun < answered_at[-1] < storage.writes  # after the first copy, before the record that needed the room
+    store.close()
+
+
+def test_a_record_deleted_while_it_is_copied_on_leaves_no_bytes() -> None:
+    storage = FaultyStorage()
+    store = cleaning_store(storage)
+    names = [record(name) for name in range(0, 80, 4)]
+    storage.before_write = lambda number: store.delete(names)
+    copies = store.stats().copied_on.records
+    while store.stats().copied_on.records == copies:
+        put_all(store, range(5000 + storage.writes, 5001 + storage.writes))
+        store.unpin(names)
+        store.pin(names)
+    storage.before_write = lambda number: None
+    assert [store.locate(name) for name in names] == [None] * 20
+    store.unpin(names)
+    store.trim(disk_bytes=0)
+    assert storage.sizes() == {}
+    assert store.stats().file_bytes == 0
     store.close()
 
 
@@ -635,6 +702,23 @@ def test_a_record_deleted_while_it_is_written_leaves_no_bytes() -> None:
     store.trim(disk_bytes=0)
     assert storage.sizes() == {}
     assert store.stats().failed_jobs == 0
+    store.close()
+
+
+def test_deleting_what_is_pending_ends_a_flush() -> None:
+    storage = GatedStorage()
+    store = store_over(storage)
+    store.start()
+    put(store, 0)
+    flushed: list[bool] = []
+    flusher = threading.Thread(target=lambda: flushed.append(store.flush(60)))
+    flusher.start()
+    while not store._ledger.settled._waiters:  # type: ignore[attr-defined]
+        pass
+    store.delete([record(0)])
+    flusher.join(10)
+    assert flushed == [True]
+    storage.open_gate()
     store.close()
 
 

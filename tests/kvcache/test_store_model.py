@@ -130,7 +130,7 @@ class World:
 
         located = {key: tier for name in range(NAMES) if (tier := store.locate(key := named(name)))}
         assert located.keys() == twin.held.keys()
-        by_tier = Counter({tier: 0 for tier in Tier})
+        by_tier = Counter(dict.fromkeys(Tier, 0))
         for key, tier in located.items():
             assert store.size(key) == len(twin.held[key])
             by_tier[tier] += len(twin.held[key])
