@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = ("serve", "demo")
+_COMMANDS = ("serve", "models", "doctor", "demo")
 
 _EPILOG = """\
 first steps:
