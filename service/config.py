@@ -69,6 +69,8 @@ class Config:
             split_address(self.address)
         if self.unix_socket is not None and len(os.fsencode(self.unix_socket)) > _LONGEST_SOCKET_PATH:
             raise ConfigError(f"unix_socket: the system takes at most {_LONGEST_SOCKET_PATH} bytes of path")
+        if not self.model:
+            raise ConfigError("model: must be a name or a folder")
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
@@ -87,7 +89,7 @@ class Config:
         values: dict[str, object] = {}
         for option in OPTIONS:
             given = getattr(args, option.name, None)
-            if given is None and option.variable in environ:
+            if given is None and environ.get(option.variable):  # an empty variable is as good as none
                 try:
                     given = option.parse(environ[option.variable])
                 except ValueError as error:

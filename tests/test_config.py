@@ -1,0 +1,238 @@
+"""Settings: where they come from, what is refused, and that a refusal says which one and why."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from service import config as settings
+from service.config import GIB, MIB, Config, ConfigError, add_arguments, parse_seconds, parse_size, split_address
+
+
+def configured(*argv: str, **environ: str) -> Config:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return Config.from_args(parser.parse_args(argv), environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1048576", MIB),
+        ("512MiB", 512 * MIB),
+        ("2GiB", 2 * GIB),
+        ("2 gib", 2 * GIB),
+        ("1.5Gi", 3 * GIB // 2),
+        ("2GB", 2_000_000_000),
+        ("64k", 64_000),
+        ("1TiB", 1024 * GIB),
+        ("10b", 10),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30", 30), ("30s", 30), ("250ms", 0.25), ("1.5h", 5400), ("10m", 600), ("7d", 604800)]
+)
+def test_times(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1e9", "GiB", "2PiB", "1 2", "nan", "inf"])
+def test_what_is_no_size_and_no_time(text):
+    with pytest.raises(ValueError, match="must be a size"):
+        parse_size(text)
+    with pytest.raises(ValueError, match="must be a time"):
+        parse_seconds(text)
+
+
+def test_a_flag_beats_the_variable_and_the_variable_the_default():
+    assert configured().max_batch == Config().max_batch
+    assert configured(KVFORK_MAX_BATCH="3").max_batch == 3
+    assert configured("--max-batch", "5", KVFORK_MAX_BATCH="3").max_batch == 5
+    assert configured(KVFORK_MAX_BATCH="").max_batch == Config().max_batch
+
+
+def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
+    texts = {
+        "address": "[::1]:7",
+        "unix_socket": "/run/k.sock",
+        "model": "gemma3",
+        "max_batch": "3",
+        "max_queue": "4",
+        "max_request_bytes": "5MiB",
+        "max_fork_branches": "6",
+        "max_snapshots": "7",
+        "max_pinned": "8",
+        "default_ttl": "9s",
+        "max_ttl": "10m",
+        "default_max_tokens": "11",
+        "memory_bytes": "12MiB",
+        "disk_bytes": "13MiB",
+        "store_dir": "/var/lib/k",
+        "prefill_budget": "14",
+        "share_decoded": "yes",
+        "drain_seconds": "15s",
+        "write_stall_seconds": "16s",
+        "log_level": "debug",
+        "log_format": "json",
+    }
+    assert set(texts) == {field.name for field in fields(Config)} == {option.name for option in settings.OPTIONS}
+    by_variable = configured(**{f"KVFORK_{name.upper()}": text for name, text in texts.items()})
+    flags = [part for name, text in texts.items() for part in ("--" + name.replace("_", "-"), text)]
+    assert configured(*flags) == by_variable
+    assert by_variable == Config(
+        address="[::1]:7",
+        unix_socket=Path("/run/k.sock"),
+        model="gemma3",
+        max_batch=3,
+        max_queue=4,
+        max_request_bytes=5 * MIB,
+        max_fork_branches=6,
+        max_snapshots=7,
+        max_pinned=8,
+        default_ttl=9.0,
+        max_ttl=600.0,
+        default_max_tokens=11,
+        memory_bytes=12 * MIB,
+        disk_bytes=13 * MIB,
+        store_dir=Path("/var/lib/k"),
+        prefill_budget=14,
+        share_decoded=True,
+        drain_seconds=15.0,
+        write_stall_seconds=16.0,
+        log_level="debug",
+        log_format="json",
+    )
+
+
+def test_a_bare_switch_switches_on():
+    assert configured("--share-decoded").share_decoded
+    assert not configured("--share-decoded", "0", KVFORK_SHARE_DECODED="1").share_decoded
+
+
+def test_an_unknown_variable_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(ConfigError, match="KVFORK_MAX_BACTH: no such setting; did you mean KVFORK_MAX_BATCH"):
+        configured(KVFORK_MAX_BACTH="3")
+    # Those of other commands, and of other programs, are none of the server's business.
+    configured(KVFORK_CACHE_DIR="/x", KVFORK_ACCEPT_GEMMA_TERMS="1", OTHER_MAX_BACTH="3")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("KVFORK_MAX_BATCH", "many", "whole number"),
+        ("KVFORK_MAX_BATCH", "-1", "whole number"),
+        ("KVFORK_MEMORY_BYTES", "lots", "must be a size"),
+        ("KVFORK_DEFAULT_TTL", "soon", "must be a time"),
+        ("KVFORK_SHARE_DECODED", "maybe", "must be 1 or 0"),
+        ("KVFORK_LOG_LEVEL", "loud", "must be one of debug"),
+    ],
+)
+def test_a_bad_variable_is_named(variable, value, says):
+    with pytest.raises(ConfigError, match=f"^{variable}: .*{says}"):
+        configured(**{variable: value})
+
+
+def test_a_bad_flag_ends_with_usage(capsys):
+    with pytest.raises(SystemExit) as caught:
+        configured("--memory-bytes", "lots")
+    assert caught.value.code == 2
+    assert "must be a size such as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "split"),
+    [
+        ("127.0.0.1:50051", ("127.0.0.1", 50051)),
+        ("127.8.9.1:0", ("127.8.9.1", 0)),
+        ("localhost:80", ("127.0.0.1", 80)),
+        ("[::1]:65535", ("::1", 65535)),
+    ],
+)
+def test_loopback_addresses(address, split):
+    assert split_address(address) == split
+    assert configured("--address", address).address == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["0.0.0.0:50051", "[::]:50051", "192.168.1.5:50051", "10.0.0.1:1", "example.org:50051", "[fe80::1]:1", ":50051"],
+)
+def test_an_address_that_others_can_reach_is_refused(address):
+    with pytest.raises(ConfigError, match=r"^address: .*loopback"):
+        configured("--address", address)
+    with pytest.raises(ConfigError, match="loopback"):
+        Config(address=address)  # there is no way around it in code either
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1", "::1"]
+)
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match=r"^address: "):
+        configured("--address", address)
+
+
+def test_a_unix_socket_alone():
+    for argv in (["--address", "none", "--unix-socket", "/run/k.sock"], ["--address", "unix:/run/k.sock"]):
+        config = configured(*argv)
+        assert (config.address, config.unix_socket) == ("", Path("/run/k.sock"))
+    with pytest.raises(ConfigError, match="nowhere to listen"):
+        configured("--address", "none")
+    with pytest.raises(ConfigError, match="at most 103 bytes"):
+        configured("--unix-socket", "/" + "x" * 103)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_batch": 0},
+        {"max_request_bytes": 0},
+        {"max_fork_branches": 0},
+        {"max_snapshots": 0},
+        {"default_max_tokens": 0},
+        {"prefill_budget": 0},
+        {"max_queue": -1},
+        {"max_pinned": -1},
+        {"memory_bytes": -1},
+        {"disk_bytes": -1},
+        {"drain_seconds": -1.0},
+        {"write_stall_seconds": 0.0},
+        {"default_ttl": 0.0},
+        {"default_ttl": 100.0, "max_ttl": 99.0},
+        {"model": ""},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        Config(**setting)
+
+
+def test_budgets_come_from_the_machine_unless_given(tmp_path: Path):
+    config = configured("--store-dir", str(tmp_path / "not" / "there" / "yet"))
+    assert config.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    assert 0 < config.disk_bytes <= 64 * GIB
+    assert configured("--memory-bytes", "1GiB", "--disk-bytes", "0").memory_bytes == GIB
+    assert configured().store_dir.is_dir()
+
+
+def test_help_tells_every_flag_variable_and_default(capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for option in settings.OPTIONS:
+        assert f"{option.flag} " in text
+        assert f"[{option.variable}]" in text
+    assert text.count("(default:") == len(settings.OPTIONS)
+    assert "(default: 64MiB)" in text
+    assert "(default: 3600s)" in text
