@@ -889,6 +889,8 @@ def test_threads_that_put_read_pin_and_delete_at_once_never_see_wrong_bytes(
                     started.touch([key, record(name + 1)])
                 case 7 if rng.random() < 0.3:
                     started.delete([key])
+                case 7 if rng.random() < 0.05:
+                    started.trim(memory_bytes=100_000, disk_bytes=1_000_000)
                 case _:
                     started.drain_evicted()
 
