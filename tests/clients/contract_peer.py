@@ -149,12 +149,12 @@ class Peer:
             )
         return self.contents.get(name, "")
 
-    def GetSnapshot(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def GetSnapshot(self, request: Any, context: Any) -> Any:
         content = self.content(request.name, context)
         ids = map(ord, content) if request.include_tokens else ()
         return snap.GetSnapshotResponse(snapshot=self.snapshots[request.name], token_ids=ids)
 
-    def ListSnapshots(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def ListSnapshots(self, request: Any, context: Any) -> Any:
         fits = [
             one
             for one in self.snapshots.values()
@@ -165,7 +165,7 @@ class Peer:
         more = str(start + size) if start + size < len(fits) else ""
         return snap.ListSnapshotsResponse(snapshots=fits[start : start + size], next_page_token=more)
 
-    def UpdateSnapshot(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def UpdateSnapshot(self, request: Any, context: Any) -> Any:
         self.content(request.snapshot.name, context)
         mine = self.snapshots[request.snapshot.name]
         if "labels" in request.update_mask.paths:
@@ -177,14 +177,14 @@ class Peer:
             mine.expire_time.seconds = mine.create_time.seconds + request.snapshot.ttl.seconds
         return snap.UpdateSnapshotResponse(snapshot=mine)
 
-    def ExtendSnapshots(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def ExtendSnapshots(self, request: Any, context: Any) -> Any:
         here = [name for name in request.names if name in self.snapshots]
         for name in here:
             self.snapshots[name].expire_time.seconds += request.ttl.seconds or 600
         gone = [name for name in request.names if name not in self.snapshots]
         return snap.ExtendSnapshotsResponse(snapshots=[self.snapshots[name] for name in here], missing=gone)
 
-    def DeleteSnapshot(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def DeleteSnapshot(self, request: Any, context: Any) -> Any:
         if request.name not in self.contents and request.allow_missing:
             return snap.DeleteSnapshotResponse()
         self.content(request.name, context)
@@ -208,7 +208,7 @@ class Peer:
             completion_tokens=completion,
         )
 
-    def Generate(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+    def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         ended = "cancelled"
 
         def note() -> None:
@@ -253,20 +253,20 @@ class Peer:
         ended = "finished"
         yield inf.GenerateResponse(finished=finished)
 
-    def StopGeneration(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def StopGeneration(self, request: Any, context: Any) -> Any:
         stop = self.stops.pop(request.generation, None)
         if stop is not None:
             stop.set()
         return inf.StopGenerationResponse(was_running=stop is not None)
 
-    def CreateSnapshot(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def CreateSnapshot(self, request: Any, context: Any) -> Any:
         prefix = self.content(request.parent, context)
         added = characters(request.input)
         marked = [self.keep((prefix + added)[: m.token_count], m.options, request.parent) for m in request.marks]
         made = self.keep(prefix + added, request.options, request.parent)
         return inf.CreateSnapshotResponse(snapshot=made, usage=self.usage(len(prefix), len(added)), marked=marked)
 
-    def Fork(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def Fork(self, request: Any, context: Any) -> Any:
         prefix = self.content(request.parent, context)
         made = [
             self.keep(prefix + characters(branch.append), branch.options, request.parent) for branch in request.branches
@@ -274,7 +274,7 @@ class Peer:
         new = sum(len(characters(branch.append)) for branch in request.branches)
         return inf.ForkResponse(snapshots=made, usage=self.usage(len(prefix), new))
 
-    def Rollback(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def Rollback(self, request: Any, context: Any) -> Any:
         content = self.content(request.source, context)
         match request.WhichOneof("target"):
             case "token_count":
@@ -292,7 +292,7 @@ class Peer:
         kept = self.keep(content[:end], request.options, request.source)
         return inf.RollbackResponse(snapshot=kept, released=released, usage=self.usage(end, 0))
 
-    def CountTokens(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def CountTokens(self, request: Any, context: Any) -> Any:
         added = characters(request.input)
         total = len(self.content(request.parent, context)) + len(added)
         reply = inf.CountTokensResponse(total_tokens=total, remaining_tokens=4096 - total)
@@ -303,17 +303,17 @@ class Peer:
 
     # -- server ------------------------------------------------------------------------------------------------------
 
-    def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def GetServerInfo(self, request: Any, context: Any) -> Any:
         return srv.GetServerInfoResponse(
             instance="peer", boot_id="b1", version="0.1.0", features=["marks"], limits=srv.Limits(max_fork_branches=8)
         )
 
-    def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def ListModels(self, request: Any, context: Any) -> Any:
         at = int(request.page_token or 0)
         models = [self.model("models/letters"), self.model("models/other")]
         return srv.ListModelsResponse(models=models[at : at + 1], next_page_token=str(at + 1) if at == 0 else "")
 
-    def GetModel(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def GetModel(self, request: Any, context: Any) -> Any:
         return srv.GetModelResponse(model=self.model(request.name or "models/letters"))
 
     def model(self, name: str) -> srv.Model:
@@ -326,6 +326,6 @@ class Peer:
             default_sampling=types.Sampling(temperature=0.0),
         )
 
-    def GetCacheStats(self, request: Any, context: Any) -> Any:  # noqa: N802
+    def GetCacheStats(self, request: Any, context: Any) -> Any:
         stats = srv.CacheStats(checkpoint_interval=256, memory_snapshots=len(self.snapshots), memory_bytes=3 << 20)
         return srv.GetCacheStatsResponse(stats=stats)

@@ -112,7 +112,7 @@ class KVForkError(Exception):
 
     CODE: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
     REASON: ClassVar[str] = ""
-    ADVICE: ClassVar[str] = ""
+    advice: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -139,11 +139,6 @@ class KVForkError(Exception):
         """The reason, or the status code's name where there is none."""
         return self.reason or self.CODE.name
 
-    @property
-    def advice(self) -> str:
-        """What to do about it: the server's own hint if it sent one."""
-        return self.metadata.get("hint", "") or self.ADVICE
-
 
 class InvalidArgument(KVForkError):
     """A field of the request is wrong; see `fields`."""
@@ -155,51 +150,51 @@ class ModelMismatch(InvalidArgument):
     """The model named is not the parent's. metadata: snapshotModel, model."""
 
     REASON = "MODEL_MISMATCH"
-    ADVICE = "leave the model out: a snapshot knows its own"
+    advice = "leave the model out: a snapshot knows its own"
 
 
 class ContextOverflow(InvalidArgument):
     """The prompt leaves no room. metadata: promptTokens, contextTokens."""
 
     REASON = "CONTEXT_OVERFLOW"
-    ADVICE = "shorten the input, or roll back to an earlier point first"
+    advice = "shorten the input, or roll back to an earlier point first"
 
 
 class ImageUnsupported(InvalidArgument):
     REASON = "IMAGE_UNSUPPORTED"
-    ADVICE = "use a model with vision, or leave the image out"
+    advice = "use a model with vision, or leave the image out"
 
 
 class ImageInvalid(InvalidArgument):
     REASON = "IMAGE_INVALID"
-    ADVICE = "send an encoded PNG, JPEG or WebP file"
+    advice = "send an encoded PNG, JPEG or WebP file"
 
 
 class ImageTooLarge(InvalidArgument):
     REASON = "IMAGE_TOO_LARGE"
-    ADVICE = "scale the image down; the limits are in the server's info"
+    advice = "scale the image down; the limits are in the server's info"
 
 
 class CutInsideImage(InvalidArgument):
     """metadata: start, end."""
 
     REASON = "CUT_INSIDE_IMAGE"
-    ADVICE = "cut before the image's start, or ask for rounding down"
+    advice = "cut before the image's start, or ask for rounding down"
 
 
 class RequestIdReused(InvalidArgument):
     REASON = "REQUEST_ID_REUSED"
-    ADVICE = "make a new request id for each different request"
+    advice = "make a new request id for each different request"
 
 
 class ImmutableField(InvalidArgument):
     REASON = "IMMUTABLE_FIELD"
-    ADVICE = "only labels, expiry and pinned can change"
+    advice = "only labels, expiry and pinned can change"
 
 
 class PageTokenInvalid(InvalidArgument):
     REASON = "PAGE_TOKEN_INVALID"
-    ADVICE = "start the listing over"
+    advice = "start the listing over"
 
 
 class NotFound(KVForkError):
@@ -210,43 +205,43 @@ class NotFound(KVForkError):
 
 class ModelNotFound(NotFound):
     REASON = "MODEL_NOT_FOUND"
-    ADVICE = "see which models there are: client.models()"
+    advice = "see which models there are: client.models()"
 
 
 class SnapshotNotFound(NotFound):
     """The snapshot was never there, is somebody else's, or is gone: the handle is of no more use."""
 
     REASON = "SNAPSHOT_NOT_FOUND"
-    ADVICE = "check the name; list what there is with `kvfork snapshots list`"
+    advice = "check the name; list what there is with `kvfork snapshots list`"
 
 
 class SnapshotExpired(SnapshotNotFound):
     """metadata: expireTime."""
 
     REASON = "SNAPSHOT_EXPIRED"
-    ADVICE = "make it again; use a longer ttl, extend it, or pin it"
+    advice = "make it again; use a longer ttl, extend it, or pin it"
 
 
 class SnapshotDeleted(SnapshotNotFound):
     REASON = "SNAPSHOT_DELETED"
-    ADVICE = "make it again"
+    advice = "make it again"
 
 
 class SnapshotRolledBack(SnapshotNotFound):
     REASON = "SNAPSHOT_ROLLED_BACK"
-    ADVICE = "go on from the rollback's result"
+    advice = "go on from the rollback's result"
 
 
 class SnapshotEvicted(SnapshotNotFound):
     REASON = "SNAPSHOT_EVICTED"
-    ADVICE = "make it again; pin what must stay"
+    advice = "make it again; pin what must stay"
 
 
 class SnapshotNotDurable(SnapshotNotFound):
     """Lost at a restart. metadata: bootId."""
 
     REASON = "SNAPSHOT_NOT_DURABLE"
-    ADVICE = "make it again; run the server with a store directory to keep snapshots over restarts"
+    advice = "make it again; run the server with a store directory to keep snapshots over restarts"
 
 
 class FailedPrecondition(KVForkError):
@@ -259,55 +254,55 @@ class RecomputeLimit(FailedPrecondition):
     """metadata: needed, allowed, nearestCheckpoint."""
 
     REASON = "RECOMPUTE_LIMIT"
-    ADVICE = "allow more recompute, or round down to the nearest checkpoint"
+    advice = "allow more recompute, or round down to the nearest checkpoint"
 
 
 class TurnOpen(FailedPrecondition):
     REASON = "TURN_OPEN"
-    ADVICE = "the last turn has no end: finish it with raw input, or roll back to before it"
+    advice = "the last turn has no end: finish it with raw input, or roll back to before it"
 
 
 class TemplateNotAppendable(FailedPrecondition):
     REASON = "TEMPLATE_NOT_APPENDABLE"
-    ADVICE = "this model's template cannot append turns: use raw input, or send the whole chat without a parent"
+    advice = "this model's template cannot append turns: use raw input, or send the whole chat without a parent"
 
 
 class TemplateMissing(FailedPrecondition):
     REASON = "TEMPLATE_MISSING"
-    ADVICE = "this model has no chat template: use raw input"
+    advice = "this model has no chat template: use raw input"
 
 
 class WrongInstance(FailedPrecondition):
     """metadata: instance."""
 
     REASON = "WRONG_INSTANCE"
-    ADVICE = "send the call to the instance that holds the snapshot"
+    advice = "send the call to the instance that holds the snapshot"
 
 
 class ModelChanged(FailedPrecondition):
     """metadata: have, want."""
 
     REASON = "MODEL_CHANGED"
-    ADVICE = "the state is of no more use; its tokens can still be read and generated from anew"
+    advice = "the state is of no more use; its tokens can still be read and generated from anew"
 
 
 class NotAnAncestor(FailedPrecondition):
     REASON = "NOT_AN_ANCESTOR"
-    ADVICE = "roll back to a token count, or to a snapshot that the source descends from"
+    advice = "roll back to a token count, or to a snapshot that the source descends from"
 
 
 class SnapshotInUse(FailedPrecondition):
     """metadata: activeUses."""
 
     REASON = "SNAPSHOT_IN_USE"
-    ADVICE = "wait for the calls that use it, or delete with stop_active"
+    advice = "wait for the calls that use it, or delete with stop_active"
 
 
 class ImageNotHeld(FailedPrecondition):
     """metadata: sha256."""
 
     REASON = "IMAGE_NOT_HELD"
-    ADVICE = "send the image's bytes"
+    advice = "send the image's bytes"
 
 
 class ResourceExhausted(KVForkError):
@@ -320,63 +315,63 @@ class QueueFull(ResourceExhausted):
     """metadata: queued, limit."""
 
     REASON = "QUEUE_FULL"
-    ADVICE = "try again later"
+    advice = "try again later"
 
 
 class SnapshotQuota(ResourceExhausted):
     REASON = "SNAPSHOT_QUOTA"
-    ADVICE = "release snapshots that are no longer needed"
+    advice = "release snapshots that are no longer needed"
 
 
 class PinQuota(ResourceExhausted):
     REASON = "PIN_QUOTA"
-    ADVICE = "unpin or release pinned snapshots"
+    advice = "unpin or release pinned snapshots"
 
 
 class StoreFull(ResourceExhausted):
     REASON = "STORE_FULL"
-    ADVICE = "release snapshots, or give the store more room"
+    advice = "release snapshots, or give the store more room"
 
 
 class ForkMemory(ResourceExhausted):
     """Nothing was created. metadata: needBytes, freeBytes."""
 
     REASON = "FORK_MEMORY"
-    ADVICE = "fork into fewer branches, or release snapshots first"
+    advice = "fork into fewer branches, or release snapshots first"
 
 
 class SlowReader(ResourceExhausted):
     REASON = "SLOW_READER"
-    ADVICE = "read the stream faster, or gather more tokens into a message"
+    advice = "read the stream faster, or gather more tokens into a message"
 
 
 class WatchOverflow(ResourceExhausted):
     REASON = "WATCH_OVERFLOW"
-    ADVICE = "start the watch over"
+    advice = "start the watch over"
 
 
 class Unavailable(KVForkError):
     """The server cannot serve now, or cannot be reached."""
 
     CODE = grpc.StatusCode.UNAVAILABLE
-    ADVICE = "check the address and that a server runs there (`kvfork serve`)"
+    advice = "check the address and that a server runs there (`kvfork serve`)"
 
 
 class ServerDraining(Unavailable):
     REASON = "SERVER_DRAINING"
-    ADVICE = "the server is shutting down: try another one, or again after its restart"
+    advice = "the server is shutting down: try another one, or again after its restart"
 
 
 class ModelLoading(Unavailable):
     """metadata: model."""
 
     REASON = "MODEL_LOADING"
-    ADVICE = "the model is still loading: try again in a moment"
+    advice = "the model is still loading: try again in a moment"
 
 
 class EngineDown(Unavailable):
     REASON = "ENGINE_DOWN"
-    ADVICE = "the model's thread is dead or stuck: restart the server"
+    advice = "the model's thread is dead or stuck: restart the server"
 
 
 class OutOfRange(KVForkError):
@@ -387,12 +382,12 @@ class RollbackBeyondEnd(OutOfRange):
     """metadata: tokenCount."""
 
     REASON = "ROLLBACK_BEYOND_END"
-    ADVICE = "a rollback only shortens: stay below the snapshot's token count"
+    advice = "a rollback only shortens: stay below the snapshot's token count"
 
 
 class ResumeTokenExpired(OutOfRange):
     REASON = "RESUME_TOKEN_EXPIRED"
-    ADVICE = "start the watch over"
+    advice = "start the watch over"
 
 
 class AlreadyExists(KVForkError):
@@ -401,7 +396,7 @@ class AlreadyExists(KVForkError):
 
 class SnapshotIdTaken(AlreadyExists):
     REASON = "SNAPSHOT_ID_TAKEN"
-    ADVICE = "choose another snapshot id, or delete the snapshot that has it"
+    advice = "choose another snapshot id, or delete the snapshot that has it"
 
 
 class Aborted(KVForkError):
@@ -412,7 +407,7 @@ class RequestInProgress(Aborted):
     """metadata: generation."""
 
     REASON = "REQUEST_IN_PROGRESS"
-    ADVICE = "the same request is still running: wait for it"
+    advice = "the same request is still running: wait for it"
 
 
 class PermissionDenied(KVForkError):
@@ -421,12 +416,12 @@ class PermissionDenied(KVForkError):
 
 class AdminRequired(PermissionDenied):
     REASON = "ADMIN_REQUIRED"
-    ADVICE = "use an admin's credentials"
+    advice = "use an admin's credentials"
 
 
 class Unauthenticated(KVForkError):
     CODE = grpc.StatusCode.UNAUTHENTICATED
-    ADVICE = "give a valid token or client certificate"
+    advice = "give a valid token or client certificate"
 
 
 class DataLoss(KVForkError):
@@ -435,24 +430,24 @@ class DataLoss(KVForkError):
 
 class CheckpointCorrupt(DataLoss):
     REASON = "CHECKPOINT_CORRUPT"
-    ADVICE = "make the snapshot again"
+    advice = "make the snapshot again"
 
 
 class Internal(KVForkError):
     """The server's fault; `incident` leads to its log."""
 
     CODE = grpc.StatusCode.INTERNAL
-    ADVICE = "look for the incident id in the server's log"
+    advice = "look for the incident id in the server's log"
 
 
 class Unimplemented(KVForkError):
     CODE = grpc.StatusCode.UNIMPLEMENTED
-    ADVICE = "this server does not have that yet; its info lists the features it has"
+    advice = "this server does not have that yet; its info lists the features it has"
 
 
 class DeadlineExceeded(KVForkError):
     CODE = grpc.StatusCode.DEADLINE_EXCEEDED
-    ADVICE = "allow more time; to end a generation cleanly use a time limit instead"
+    advice = "allow more time; to end a generation cleanly use a time limit instead"
 
 
 class Cancelled(KVForkError):

@@ -48,8 +48,6 @@ def from_status(code: grpc.StatusCode, text: str, trailers: Iterable[tuple[str, 
             resource = detail.resource_name
         elif isinstance(detail, error_details_pb2.RequestInfo):
             incident = detail.request_id
-        elif isinstance(detail, error_details_pb2.Help) and detail.links:
-            metadata.setdefault("hint", detail.links[0].description)
     return error_class(code, reason)(
         text,
         reason=reason,
@@ -67,7 +65,6 @@ _DETAIL_TYPES = (
     error_details_pb2.RetryInfo,
     error_details_pb2.ResourceInfo,
     error_details_pb2.RequestInfo,
-    error_details_pb2.Help,
 )
 
 

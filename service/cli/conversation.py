@@ -1,0 +1,188 @@
+"""A chat as a tree of snapshots: turns, branches, and the way back. Owns no terminal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfork_client import Client, Generation, InputLike, Message, Sampling, SaveOptions, Snapshot, Stopping
+    from kvfork_client.blocking import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was said, and the state after it. `clean`: the state continues that of the turn before as it stood."""
+
+    user: str
+    answer: str
+    after: Snapshot
+    clean: bool = True
+
+
+@dataclass(slots=True)
+class Branch:
+    """One line of the conversation."""
+
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def here(self) -> Snapshot | None:
+        return self.turns[-1].after if self.turns else None
+
+
+@dataclass(slots=True)
+class Reply:
+    """A turn under way: read `events` to the end, then hand it to `Conversation.finish`."""
+
+    user: str
+    generation: Generation
+    events: Iterator[Event]
+    clean: bool
+
+
+class NothingSaid(Exception):
+    """There is no turn to fork or to roll back."""
+
+
+class Conversation:
+    """The branches of one chat, each turn's state a snapshot.
+
+    Text that continues a finished turn is appended to its snapshot. Where the server cannot append (a turn that was
+    stopped before its end, a template that rewrites what came before), the turns since the last place that works are
+    sent again; stored prefixes are used all the same.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        root: Snapshot | None = None,
+        system: str | None = None,
+        raw: bool = False,
+        model: str = "",
+        sampling: Sampling | None = None,
+        stopping: Stopping | None = None,
+        save: SaveOptions | None = None,
+    ) -> None:
+        self._client = client
+        self._root = root
+        self._system = system
+        self._raw = raw
+        self._model = model
+        self._sampling = sampling
+        self._stopping = stopping
+        self._save = save
+        self._made: dict[str, Snapshot] = {}
+        self.branches = [Branch()]
+        self.current = 0
+
+    @property
+    def branch(self) -> Branch:
+        return self.branches[self.current]
+
+    @property
+    def made(self) -> list[Snapshot]:
+        """Snapshots of this chat that were not given up, oldest first."""
+        return list(self._made.values())
+
+    def say(self, text: str) -> Reply:
+        """Starts the answer to `text`; returns once the server has admitted it. Raises KVForkError."""
+        from kvfork_client import TemplateNotAppendable, TurnOpen
+
+        turns = self.branch.turns
+        for kept in range(len(turns), -1, -1):
+            generation = self._client.generate(
+                self._input(turns[kept:], text, opening=kept == 0),
+                turns[kept - 1].after if kept else self._root,
+                model=self._model,
+                sampling=self._sampling,
+                stopping=self._stopping,
+                save=self._save or True,
+                progress=True,
+            )
+            events = generation.events()
+            try:
+                first = next(events)
+            except (TurnOpen, TemplateNotAppendable):
+                if kept == 0 or self._raw:
+                    raise
+                continue
+            return Reply(text, generation, itertools.chain([first], events), clean=kept == len(turns))
+        raise AssertionError("the last try either returns or raises")
+
+    def finish(self, reply: Reply) -> Turn | None:
+        """Keeps the turn. None if its state could not be kept: the conversation then stays where it was."""
+        finished = reply.generation.finished
+        if finished is None or finished.snapshot is None:
+            return None
+        turn = Turn(reply.user, reply.generation.text, self._keep(finished.snapshot), reply.clean)
+        self.branch.turns.append(turn)
+        return turn
+
+    def back(self) -> Snapshot | None:
+        """Rolls this branch back to before its last turn. Returns the rollback's result; None if nothing is left.
+
+        Raises NothingSaid without a turn.
+        """
+        from kvfork_client import Release
+
+        turns = self.branch.turns
+        if not turns:
+            raise NothingSaid
+        last = turns[-1]
+        if len(turns) == 1 or not last.clean:
+            last.after.release(stop_active=True)
+            self._made.pop(last.after.name, None)
+            turns.pop()
+            return self.branch.here
+        before = turns[-2]
+        result = last.after.rollback(token_count=before.after.token_count, release=Release.SOURCE, options=self._save)
+        self._keep(result)
+        for name in result.released:
+            self._made.pop(name, None)
+        turns.pop()
+        turns[-1] = Turn(before.user, before.answer, result, before.clean)
+        return result
+
+    def fork(self, count: int) -> list[Snapshot]:
+        """That many new branches from here; the current one stays as it is. Raises NothingSaid without a turn."""
+        here = self.branch.here
+        if here is None:
+            raise NothingSaid
+        children = here.fork(count, options=self._save)
+        for child in children:
+            self._keep(child)
+            last = self.branch.turns[-1]
+            self.branches.append(Branch([*self.branch.turns[:-1], Turn(last.user, last.answer, child)]))
+        return children
+
+    def use(self, number: int) -> Branch:
+        """Switches to a branch, counted from 1. Raises IndexError if there is no such."""
+        if not 1 <= number <= len(self.branches):
+            raise IndexError(number)
+        self.current = number - 1
+        return self.branch
+
+    def release(self) -> None:
+        """Drops every snapshot this chat made."""
+        while self._made:
+            _, snapshot = self._made.popitem()
+            snapshot.release(stop_active=True)
+
+    def _input(self, turns: list[Turn], text: str, *, opening: bool) -> InputLike:
+        from kvfork_client import Message
+        from kvfork_client import raw as raw_input
+
+        if self._raw:
+            return raw_input(text)
+        messages: list[Message] = [Message.system(self._system)] if self._system and opening else []
+        for turn in turns:
+            messages += [Message.user(turn.user), Message.assistant(turn.answer)]
+        return [*messages, Message.user(text)]
+
+    def _keep(self, snapshot: Snapshot) -> Snapshot:
+        self._made[snapshot.name] = snapshot
+        return snapshot

@@ -1,0 +1,142 @@
+"""Flags that several talking commands share, and how their values become client values. Owns no I/O but stdin."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfork_client import Client, InputLike, Sampling, SaveOptions, Stopping
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"  # where `kvfork serve` listens
+
+
+class UsageError(Exception):
+    """Flags that parse but make no sense together: exit code 2."""
+
+
+def connection_flags(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The flags of every command that talks to a server."""
+    flags = argparse.ArgumentParser(add_help=False)
+    group = flags.add_argument_group("connection")
+    group.add_argument(
+        "--address",
+        default=environ.get("KVFORK_ADDRESS") or DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help="or unix:/path/to/socket (default: $KVFORK_ADDRESS, now %(default)s)",
+    )
+    group.add_argument("--timeout", type=positive_seconds, metavar="S", help="give up after this many seconds")
+    group.add_argument("--json", action="store_true", help="print one JSON object per line")
+    return flags
+
+
+def generation_flags() -> argparse.ArgumentParser:
+    """How tokens are picked and when to stop."""
+    flags = argparse.ArgumentParser(add_help=False)
+    group = flags.add_argument_group("generation")
+    group.add_argument("--model", default="", metavar="NAME", help="needed only if the server has several models")
+    group.add_argument("--system", metavar="TEXT", help="instructions, put before everything else")
+    group.add_argument("--max-tokens", type=count, metavar="N", help="most tokens to generate")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's)")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to this probability")
+    group.add_argument("--seed", type=count, metavar="N", help="same seed, same text")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    return flags
+
+
+def form_flags(parser: argparse.ArgumentParser) -> None:
+    """Whether text is a chat turn or raw text."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true", help="text is a user turn, put into the model's template (default)"
+    )
+    form.add_argument("--raw", action="store_true", help="text goes to the model as it is; for models without template")
+
+
+def keep_flags(parser: argparse.ArgumentParser) -> None:
+    """How long new snapshots live."""
+    parser.add_argument("--ttl", type=positive_seconds, metavar="S", help="forget it after this many idle seconds")
+    parser.add_argument("--pin", action="store_true", help="never forget it")
+    parser.add_argument("--label", action="append", default=[], type=label, metavar="K=V", help="repeatable")
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError("must be from 0 to 4294967295")
+    return value
+
+
+def positive_count(text: str) -> int:
+    value = count(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number of seconds above 0")
+    return value
+
+
+def label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f'"{text}" is not KEY=VALUE')
+    return key, value
+
+
+def full_name(text: str) -> str:
+    """A snapshot's name; its bare id will do."""
+    return text if text.startswith("snapshots/") else f"snapshots/{text}"
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """Raises UsageError for an address that is none."""
+    from kvfork_client import Client
+
+    try:
+        return Client(args.address, timeout=args.timeout)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def sampling(args: argparse.Namespace) -> Sampling:
+    from kvfork_client import Sampling
+
+    return Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+
+
+def stopping(args: argparse.Namespace) -> Stopping:
+    from kvfork_client import Stopping
+
+    return Stopping(max_tokens=args.max_tokens, stop=args.stop)
+
+
+def save_options(args: argparse.Namespace, snapshot_id: str = "") -> SaveOptions:
+    from kvfork_client import SaveOptions
+
+    return SaveOptions(
+        snapshot_id=snapshot_id.removeprefix("snapshots/"), ttl=args.ttl, pinned=args.pin, labels=dict(args.label)
+    )
+
+
+def as_turn(text: str, *, raw: bool, system: str | None = None) -> InputLike:
+    """Text in the form asked for. Raises UsageError for instructions without a template to put them into."""
+    from kvfork_client import Message
+    from kvfork_client import raw as raw_input
+
+    if raw:
+        if system:
+            raise UsageError("--system needs a chat template: leave out --raw, or write the instructions into the text")
+        return raw_input(text)
+    return [Message.system(system), Message.user(text)] if system else [Message.user(text)]
+
+
+def read_stdin() -> str:
+    return sys.stdin.read().removesuffix("\n")
