@@ -4,7 +4,7 @@
                       │                                    │
                       └── kvcache: names, plans ───────────┴── kvcache: state
 
-Reading order: request, events, work, plan (the nouns); scheduler, sequence, recorder, loop (the engine thread); resolve,
-runtime, generations, derivations (the event loop); app (who builds what). Threads: the event loop owns calls and
-names, the engine thread owns scheduler, engine and every MLX object, the store's I/O thread owns files.
+Reading order: request, events, work, plan (the nouns); scheduler, sequence, recorder, loop (the engine thread);
+resolve, runtime, generations, derivations (the event loop); app (who builds what). Threads: the event loop owns calls
+and names, the engine thread owns scheduler, engine and every MLX object, the store's I/O thread owns files.
 """

@@ -241,7 +241,7 @@ class Derivations:
                 cached_tokens=lookup.position,
                 remaining_tokens=max(0, loaded.view.context_tokens - total),
                 token_ids=tuple(prompt.added) if call.include_rendered else (),
-                text=prompt.text if call.include_rendered else "",
+                text=(prompt.text or loaded.codec.text_of(prompt.added)) if call.include_rendered else "",
             )
 
 

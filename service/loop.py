@@ -168,7 +168,7 @@ class EngineLoop:
                 case _End():
                     self._asked_to_end(message)
                 case _Read():
-                    self._was_read(message)
+                    self._guard(message.row, self._was_read, message)
 
     def _accept(self, message: _Submit) -> None:
         generation = message.work.generation
@@ -263,7 +263,7 @@ class EngineLoop:
     def _tick(self) -> None:
         tick = self._scheduler.plan()
         for row in tick.admit:
-            self._begin_restore(self._sequences[row])
+            self._guard(row, self._begin_restore, self._sequences[row])
         plan = self._orders(tick)
         if not plan:
             return
@@ -334,7 +334,7 @@ class EngineLoop:
             seq = self._sequences.get(order.row)
             if seq is not None:
                 seq.prefill_seconds += result.prefill_seconds  # what the row waited for, neighbours included
-                self._prefilled(seq, order, result)
+                self._guard(order.row, self._prefilled, seq, order, result)
         for row in tick.finish_prefill:
             seq = self._sequences.get(row)
             if seq is not None and seq.work.generation is None:
@@ -345,9 +345,10 @@ class EngineLoop:
                 if seq is not None:
                     seq.position += 1
                     if row in plan.decode.captures:
-                        self._commit(seq, seq.position, result)
+                        self._guard(row, self._commit, seq, seq.position, result)
         for row, pick in result.picked.items():
-            self._picked(self._sequences[row], pick, now)
+            if row in self._sequences:
+                self._guard(row, self._picked, self._sequences[row], pick, now)
         for row in tick.save:
             seq = self._sequences.get(row)
             if seq is not None:
@@ -400,6 +401,14 @@ class EngineLoop:
                 self._finish(seq, FinishReason.TIME_LIMIT, save=generation.save if generation else False)
             elif state is State.PREFILL:
                 self._end_early(seq, FinishReason.TIME_LIMIT)
+
+    def _guard(self, row: RowId, act: Callable[..., None], *args: object) -> None:
+        """Runs one row's part of a step; what it raises ends that row alone."""
+        try:
+            act(*args)
+        except Exception as error:  # a bug met by one row (its text, its stops, its records) must not end the others
+            if row in self._sequences:
+                self._end(row, Failed(_row_failure(error)))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

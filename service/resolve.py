@@ -19,7 +19,7 @@ from service.text.tokens import TextCodec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A whole context: the parent's tokens and what was added. `message_ends` are absolute positions."""
+    """A whole context: the parent's tokens and what was added. `text` is a rendered chat; `message_ends` absolute."""
 
     tokens: array[int]
     parent_tokens: int
@@ -40,7 +40,6 @@ def resolve_prompt(codec: TextCodec, model: ModelView, context: Sequence[int], g
         check_token_ids(given, model, f"{at}.raw")
         added = codec.encode_raw(given, with_parent=bool(context))
         tokens.extend(added)
-        text = codec.text_of(added)
     elif isinstance(given, ChatInput):
         rendered = chat.append(codec, context, given) if context else chat.render(codec, given)
         tokens.extend(rendered.tokens)

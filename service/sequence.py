@@ -37,7 +37,8 @@ class Sequence:
         self.completion = 0
         self.restored: Restored | None = None
         self.lookup: Lookup | None = None
-        self.read: FetchResult | None = None
+        self._disk_tokens = 0
+        self._disk_bytes = 0
         self.arrived = now
         self.admitted = now
         self.opened = now
@@ -73,10 +74,13 @@ class Sequence:
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""
-        self.lookup, self.read = lookup, read
+        self.lookup = lookup
         self.recorder.start_at(lookup)
         self.position = lookup.position
         if lookup.plan is not None and read is not None:
+            # The payloads go on to the engine; only what the receipt needs stays here.
+            self._disk_tokens = disk_tokens(lookup.plan, read.tiers)
+            self._disk_bytes = read.bytes_from(Tier.DISK)
             self.restored = Restored(
                 position=lookup.position,
                 kinds=tuple(record.kind for record in lookup.plan.records),
@@ -104,16 +108,15 @@ class Sequence:
             return Usage(prompt_tokens=self.prompt_tokens, new_tokens=self.prompt_tokens)
         known = min(lookup.known, self.prompt_tokens)
         recomputed = known - lookup.position
-        disk = disk_tokens(lookup.plan, self.read.tiers) if lookup.plan is not None and self.read is not None else 0
         return Usage(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=lookup.position,
             recomputed_tokens=recomputed,
             new_tokens=self.prompt_tokens - known,
             completion_tokens=self.completion,
-            memory_tokens=lookup.position - disk,
-            disk_tokens=disk,
-            disk_bytes_read=self.read.bytes_from(Tier.DISK) if self.read else 0,
+            memory_tokens=lookup.position - self._disk_tokens,
+            disk_tokens=self._disk_tokens,
+            disk_bytes_read=self._disk_bytes,
             diverged_at=lookup.diverged_at,
             miss_reason=lookup.miss_reason if recomputed else MissReason.NONE,
         )
