@@ -29,7 +29,7 @@ MAX_TOKEN_ID = 2**31 - 1  # ids are int32 on the way to the model; the vocabular
 
 _SNAPSHOT_ID = re.compile(r"[a-z0-9][a-z0-9-]{7,62}")
 # A name is only looked up, so it need not look like an id of ours: an odd one is simply not found.
-_NAME_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME_ID = re.compile(r"[^/\x00-\x20\x7f]{1,128}")
 _LABEL_KEY = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 import stat
 from pathlib import Path
@@ -23,7 +24,19 @@ from service.request import Branch, ForkCall, GenerateCall, RollbackCall, Snapsh
 from service.rpc.listen import CannotListen
 from service.rpc.server import EXIT_CANNOT_LISTEN, RpcServer, serve
 
-from .conftest import FINISHED, LIMITS, STARTED, ScriptedCore, delta, drained, eventually, run, serving, snapshot
+from .conftest import (
+    FINISHED,
+    LIMITS,
+    STARTED,
+    ScriptedCore,
+    Serving,
+    delta,
+    drained,
+    eventually,
+    run,
+    serving,
+    snapshot,
+)
 
 PARENT = pb.GenerateRequest(parent="snapshots/a")
 
@@ -277,6 +290,40 @@ def test_three_hundred_aborted_streams_leave_nothing_behind():
                     call.cancel()
             await eventually(lambda: s.core.running == 0)
             assert s.core.ended == ["cancelled"] * 300
+            s.core.script = (STARTED, FINISHED)
+            assert len(await drained(s.inference.Generate(PARENT))) == 2
+
+    run(story)
+
+
+def test_calls_that_end_early_at_random_moments_end_once_and_leave_nothing():
+    rng = random.Random(11)
+
+    async def pause() -> None:
+        await asyncio.sleep(rng.uniform(0, 0.02))
+
+    script = (pause, STARTED, *((pause, delta("a")) * 3), FINISHED)
+
+    async def one(s: Serving) -> str:
+        end = rng.choice(["by itself", "by deadline", "by cancel"])
+        call = s.inference.Generate(PARENT, timeout=rng.uniform(0.001, 0.1) if end == "by deadline" else None)
+        if end == "by cancel":
+            asyncio.get_running_loop().call_later(rng.uniform(0, 0.1), call.cancel)
+        try:
+            return "finished" if (await drained(call))[-1].HasField("finished") else "cut short"
+        except asyncio.CancelledError:
+            return "cancelled"
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+
+    async def story():
+        async with serving(ScriptedCore(script=script)) as s:
+            ends = [end for _ in range(20) for end in await asyncio.gather(*(one(s) for _ in range(25)))]
+            assert set(ends) == {"finished", "cancelled", "DEADLINE_EXCEEDED"}
+            await eventually(lambda: s.core.running == 0)
+            # Every call that reached the core ended there once; a client that heard of the end means a finish there.
+            assert len(s.core.ended) == len(s.core.calls) <= 500
+            assert s.core.ended.count("finished") >= ends.count("finished")
             s.core.script = (STARTED, FINISHED)
             assert len(await drained(s.inference.Generate(PARENT))) == 2
 
