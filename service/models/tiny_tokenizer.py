@@ -4,6 +4,7 @@ Owns the vocabulary size, the special tokens, the chat template and the rule tha
 depends on this file alone.
 """
 
+import json
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -12,6 +13,9 @@ VOCAB_SIZE = 512
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 THINK_START, THINK_END = "<think>", "</think>"
+_SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
+# Text to a reader, like the reasoning tags of the families that have them: decoding keeps them.
+_TAGS = (THINK_START, THINK_END)
 
 # Upstream's loader gives every qwen3_5 folder this rule and NFC, whatever its tokenizer.json says; so the file says the
 # same. Contractions; letters with at most one sign before them; single digits; runs of signs; line ends; other space.
@@ -65,7 +69,26 @@ El río es ancho y el agua está fría. 川は広く、水は冷たい。河很�
 
 def build_tiny_tokenizer(model_type: str) -> Tokenizer:
     """Train and return the tokenizer; VOCAB_SIZE entries, specials first, then the 256 bytes, then merges."""
-    tokenizer = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[*_SPECIALS, *_TAGS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained = _with_words(Tokenizer(models.BPE()), model_type)
+    trained.train_from_iterator(_TEXT.splitlines(keepends=True), trainer)
+    # The trainer marks all that it was given as special, so its vocabulary moves to a tokenizer that marks them right.
+    learned = json.loads(trained.to_str())["model"]
+    merges = [(left, right) for left, right in learned["merges"]]
+    tokenizer = _with_words(Tokenizer(models.BPE(vocab=learned["vocab"], merges=merges)), model_type)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
+    return tokenizer
+
+
+def _with_words(tokenizer: Tokenizer, model_type: str) -> Tokenizer:
+    """Set the rule that cuts text into words."""
     if model_type == "qwen3_5":
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -76,18 +99,6 @@ def build_tiny_tokenizer(model_type: str) -> Tokenizer:
         )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = [AddedToken(token, special=True) for token in (END_OF_TEXT, TURN_START, TURN_END)]
-    # Text to a reader, like the reasoning tags of the families that have them: decoding keeps them.
-    tags = [AddedToken(token, special=False, normalized=False) for token in (THINK_START, THINK_END)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[*specials, *tags],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_TEXT.splitlines(keepends=True), trainer)
-    tokenizer.add_tokens(tags)
     return tokenizer
 
 
