@@ -162,19 +162,20 @@ def test_a_write_that_the_system_cuts_short_is_an_error(tmp_path: Path) -> None:
 
 def test_a_store_on_a_file_system_that_refuses_to_grow_its_files_lives_on(tmp_path: Path) -> None:
     script = """
-        import resource, signal, sys
+        import resource, signal, sys, time
         from pathlib import Path
         from kvcache.records import RecordId, RecordKind
         from kvcache.store import StoreConfig, TieredStore
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         store = TieredStore(StoreConfig(directory=Path(sys.argv[1]), memory_bytes=0, disk_bytes=10**7,
-                                        queue_bytes=10**6, segment_bytes=10**6, min_free_bytes=0))
+                                        queue_bytes=10**6, segment_bytes=10**6, min_free_bytes=0, retry_pause_s=3600))
         store.start()
         names = [RecordId(bytes([number]) * 32, RecordKind.STATE) for number in range(8)]
         for name in names:
             store.put(name, name.key * 300, explicit=True)
-        store.flush(0.5)
+        while not store.stats().paused:
+            time.sleep(0.01)
         right = [result.ok and bytes(result.payloads[0]) == name.key * 300
                  for name in names for result in [store.fetch_now([name])]]
         stats = store.stats()
