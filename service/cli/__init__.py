@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = ("serve", "models", "doctor", "demo")
+_COMMANDS = ("serve", "talk", "models", "doctor", "demo")
 
 _EPILOG = """\
 first steps:
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in _COMMANDS:
-        importlib.import_module(f"service.cli.{name}").add_parser(subparsers)
+        module = importlib.import_module(f"service.cli.{name}")
+        getattr(module, "add_parsers" if name == "talk" else "add_parser")(subparsers)
     args = parser.parse_args(argv)
     if args.version:
         from importlib.metadata import version
