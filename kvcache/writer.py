@@ -64,9 +64,7 @@ class IoThread:
         self._paused_until = float("-inf")
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._running = (
-            threading.RLock()
-        )  # held while a job runs, so that inline callers and the thread exclude each other
+        self._running = threading.RLock()  # held while a job runs: inline callers and the thread exclude each other
         self.failed_jobs = 0
         self.last_failure = ""
 
