@@ -68,7 +68,6 @@ class Spliced:
     continuing: bool
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
-    seams: frozenset[int]  # token counts at which a token run begins or ends
 
     def plain_text(self) -> str:
         """The text with token runs decoded."""
@@ -83,7 +82,7 @@ class Spliced:
             return None
         # Text is cut at added tokens before anything else, so that at their borders both sides stand alone.
         beside = self.tokens[max(count - 1, 0) : count + 1]
-        if count == len(self.tokens) or count in self.seams or not self.codec.added_ids.isdisjoint(beside):
+        if count == len(self.tokens) or not self.codec.added_ids.isdisjoint(beside):
             return count
         alone = splice(
             self.codec, self.text[:length], self.placeholders, before=self.before, continuing=self.continuing
@@ -97,16 +96,13 @@ def splice(
     """Encodes `text` as it reads behind `before`, or behind unknown text with `continuing`."""
     tokens: list[int] = []
     spans: list[Span] = []
-    seams = set()
     at = 0
     for piece in placeholders.split(text):
         end = at + len(piece)
         run = placeholders.runs.get(piece)
         if run is not None:
-            seams.add(len(tokens))
             tokens += run
             spans += [(at, end)] * len(run)
-            seams.add(len(tokens))
         else:
             ids, offsets = _encode_behind(codec, before if at == 0 else "", piece, continuing=continuing or at > 0)
             tokens += ids
@@ -120,7 +116,6 @@ def splice(
         continuing=continuing,
         tokens=tuple(tokens),
         spans=tuple(spans),
-        seams=frozenset(seams),
     )
 
 

@@ -161,14 +161,8 @@ def learn(render: Renderer, sentinels: Sentinels) -> TemplateShape:
         raise not_appendable("it leaves out or repeats a turn")
     _, _, last_closer = said.partition(sentinels.assistant)
     between = going.partition(sentinels.assistant)[2].partition(sentinels.next_user)[0]
-    if sentinels.leaked_into(between):
-        raise not_appendable("it moves an earlier turn's text")
     start = len(closed_user)
-    _same_opening(
-        said[start : said.index(sentinels.assistant)],
-        going[start : going.index(sentinels.assistant)],
-        opened[start:],
-    )
+    _same_opening(said[start : said.index(sentinels.assistant)], going[start : going.index(sentinels.assistant)])
     prompted = render((*lead, answer), generation_prompt=True).partition(sentinels.assistant)[2]
     return TemplateShape(
         sentinels=sentinels,
@@ -182,15 +176,11 @@ def learn(render: Renderer, sentinels: Sentinels) -> TemplateShape:
     )
 
 
-def _same_opening(last: str, earlier: str, prompt: str) -> None:
+def _same_opening(last: str, earlier: str) -> None:
     """Refuses a template whose assistant turns open differently later on, an empty reasoning block apart."""
-    if last == earlier:
-        return
     common = shared_length(last, earlier)
-    # The difference must lie behind what says that the assistant speaks, which the generation prompt says too.
-    spoken = len(earlier[: shared_length(earlier, prompt)].rstrip())
-    rest_last, rest_earlier = last[common:], earlier[common:]
-    if common < spoken or rest_earlier.strip() or not _EMPTY_REASONING.fullmatch(rest_last):
+    block, rest = last[common:], earlier[common:]
+    if (block or rest) and (rest.strip() or not _EMPTY_REASONING.fullmatch(block)):
         raise not_appendable("it changes what opens an assistant turn when another turn follows")
 
 

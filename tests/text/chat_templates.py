@@ -150,3 +150,62 @@ LATE_END_TOKEN = (
     "{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+
+# Lines without any special token, whose header ends as a turn does.
+PLAIN_LINES = (
+    "{% for m in messages %}{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+# Llama 3.1's habit: tools are told in the first user message.
+TOOLS_IN_FIRST_USER = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'user' and messages[:loop.index0] | selectattr('role', 'equalto', 'user') | list | length == 0"
+    " and facts is defined %}{{ facts + '\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+REPEATS_SYSTEM = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% if m.role == 'user' and messages[0].role == 'system' %}{{ ' (' + messages[0].content + ')' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+HEADER_LOOKS_AHEAD = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}"
+    "{% if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{ ' calling' }}{% endif %}"
+    "{{ '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+CLOSER_LOOKS_AHEAD = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{ '<|endoftext|>' }}"
+    "{% else %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+PROMPT_CHANGES_USER = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if loop.last and add_generation_prompt %}{{ '(now) ' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+DROPS_USER = (
+    "{% for m in messages if m.role != 'user' %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+DROPS_LATER_TURNS = (
+    "{% for m in messages[:3] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+NO_ROLES = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
+
+ONE_HEADER_FOR_ALL = (
+    "{% for m in messages %}{{ '<|start|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>' }}{% endif %}"
+)

@@ -35,6 +35,7 @@ FAMILIES = {
     "mistral": Family(t.MISTRAL, eos="</s>", ends=("</s>",), answer=" I am well.", system=False),
     "no-user-closer": Family(t.NO_USER_CLOSER, eos="</s>", ends=("</s>",)),
     "plain-text": Family(t.PLAIN_TEXT, eos="</s>", ends=("\n\n",)),
+    "plain-lines": Family(t.PLAIN_LINES, eos="</s>", ends=("\n",)),
 }
 
 
@@ -159,11 +160,11 @@ def test_sentencepiece_tokenizers_with_and_without_a_space_of_their_own(tmp_path
     begun = opening(family)
     prompt = whole(codec, *begun)
     cold = whole(codec, *begun, ("assistant", "I am well."), ("user", "Good."))
+    # Such a tokenizer puts its space behind special tokens too, so also before Mistral's answers.
+    encode = codec.encode if name == "mistral" else codec.encode_continuation
     for end in family.ends:
-        context = prompt + codec.encode_continuation(family.answer + end)
-        added = chat.append(codec, context, turns(("user", "Good."))).tokens
-        assert list(added) == cold[-len(added) :]
-        assert codec.text_of([*context, *added]).replace(" ", "") == codec.text_of(cold).replace(" ", "")
+        context = prompt + encode(family.answer + end)
+        assert grown(codec, context, turns(("user", "Good."))) == cold
     with pytest.raises(TurnOpen):
         chat.append(codec, prompt, turns(("user", "Good.")))
     added = chat.append(codec, prompt, turns(("assistant", family.answer.strip()), ("user", "Good."))).tokens
@@ -240,6 +241,25 @@ def test_channels_and_a_closing_token_of_the_last_turn(tmp_path):
     )
 
 
+def test_a_last_turn_s_own_closing_token_closes_even_if_it_is_no_eos(tmp_path):
+    codec = tiny_codecs.codec(tmp_path, t.HARMONY, eos="</s>")
+    context = whole(codec, ("user", "Hi"), ("assistant", "Hello."), add_generation_prompt=False)
+    assert codec.text_of(context).endswith("<|return|>")
+    assert chat.append(codec, context, turns(("user", "Bye"), add_generation_prompt=False)).text == (
+        "<|start|>user<|message|>Bye<|end|>"
+    )
+
+
+def test_what_goes_into_the_first_user_turn_goes_behind_a_lone_system_turn(tmp_path):
+    codec = tiny_codecs.codec(tmp_path, t.TOOLS_IN_FIRST_USER)
+    facts = {"facts": "The sky is blue."}
+    context = whole(codec, ("system", "Be brief."), add_generation_prompt=False, **facts)
+    cold = whole(codec, ("system", "Be brief."), ("user", "Hi"), **facts)
+    assert grown(codec, context, turns(("user", "Hi"), **facts)) == cold
+    context = cold + codec.encode("Hello.<|im_end|>")
+    assert "sky" not in chat.append(codec, context, turns(("user", "Bye"), **facts)).text
+
+
 # --- ends that are not the template's own ---
 
 
@@ -259,10 +279,19 @@ def test_another_eos_id_stands_for_the_closing_token(tmp_path):
 def test_an_end_token_that_only_a_next_turn_brings(tmp_path):
     codec = tiny_codecs.codec(tmp_path, t.LATE_END_TOKEN, eos="</s>")
     prompt = whole(codec, ("user", "Hi"))
-    for context in (prompt + codec.encode(" Hello.</s>"),):
-        assert chat.append(codec, context, turns(("user", "Bye"))).text == "USER: Bye ASSISTANT:"
+    answered = prompt + codec.encode(" Hello.</s>")
+    assert chat.append(codec, answered, turns(("user", "Bye"))).text == "USER: Bye ASSISTANT:"
     continued = chat.append(codec, prompt, turns(("assistant", "Hello."), ("user", "Bye")))
     assert continued.text == " Hello.</s>USER: Bye ASSISTANT:"
+
+
+def test_a_token_over_the_border_of_plain_text_is_not_used(tmp_path):
+    codec = tiny_codecs.codec(tmp_path, t.LATE_END_TOKEN, eos="</s>")
+    context = whole(codec, ("user", "Hi"), add_generation_prompt=False)
+    assert text(codec, context).endswith(" ")
+    added = turns(("assistant", "Hello."), add_generation_prompt=False)
+    cold = whole(codec, ("user", "Hi"), ("assistant", "Hello."), add_generation_prompt=False)
+    assert text(codec, grown(codec, context, added)) == text(codec, cold)
 
 
 def test_a_header_without_its_line_end_is_completed(tmp_path):
@@ -301,22 +330,46 @@ def test_a_context_that_ends_in_no_turn_of_the_assistant_takes_raw_parts_only(tm
 # --- refusals ---
 
 
-@pytest.mark.parametrize(
-    ("template", "eos"),
-    [
-        (t.MOVES_SYSTEM, "</s>"),
-        (t.MOVES_USER_MARKER, "<|im_end|>"),
-        (t.MOVES_ANSWER_MARKER, "<|im_end|>"),
-        (t.MOVES_CLOSER, "<|im_end|>"),
-    ],
-    ids=["system", "user-marker", "answer-marker", "closer"],
-)
-def test_a_template_that_moves_something_is_refused(tmp_path, template, eos):
-    codec = tiny_codecs.codec(tmp_path, template, eos=eos)
-    context = [*chat.render(codec, turns(("user", "Hi"))).tokens, *codec.encode(f" Hello.{eos}")]
-    with pytest.raises(TemplateNotAppendable) as error:
+UNFIT = {
+    "moves-system": t.MOVES_SYSTEM,
+    "moves-user-marker": t.MOVES_USER_MARKER,
+    "moves-answer-marker": t.MOVES_ANSWER_MARKER,
+    "moves-closer": t.MOVES_CLOSER,
+    "prompt-changes-user": t.PROMPT_CHANGES_USER,
+    "drops-user": t.DROPS_USER,
+    "drops-later-turns": t.DROPS_LATER_TURNS,
+    "no-roles": t.NO_ROLES,
+    "one-header-for-all": t.ONE_HEADER_FOR_ALL,
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_template_that_is_not_append_only_is_refused(tmp_path, name):
+    codec = tiny_codecs.codec(tmp_path, UNFIT[name], eos="</s>")
+    prompt = list(chat.render(codec, turns(("user", "Hi"))).tokens)
+    for context, added in (
+        (prompt + codec.encode(" Hello.</s>"), turns(("user", "Bye"))),
+        (prompt, turns(("assistant", " Hello."), add_generation_prompt=False)),
+    ):
+        with pytest.raises(TemplateNotAppendable) as error:
+            chat.append(codec, context, added)
+        assert "raw parts" in error.value.hint
+
+
+@pytest.mark.parametrize("template", [t.HEADER_LOOKS_AHEAD, t.CLOSER_LOOKS_AHEAD], ids=["header", "closer"])
+def test_only_the_turns_that_change_an_earlier_one_are_refused(tmp_path, template):
+    codec = tiny_codecs.codec(tmp_path, template)
+    context = whole(codec, ("user", "Time?")) + codec.encode("now()<|im_end|>\n")
+    assert chat.append(codec, context, turns(("user", "Well?"))).text.startswith("<|im_start|>user\nWell?")
+    with pytest.raises(TemplateNotAppendable):
+        chat.append(codec, context, turns(("tool", "12")))
+
+
+def test_a_template_that_repeats_an_earlier_turn_is_refused(tmp_path):
+    codec = tiny_codecs.codec(tmp_path, t.REPEATS_SYSTEM)
+    context = whole(codec, ("system", "Be brief."), ("user", "Hi")) + codec.encode("Hello.<|im_end|>\n")
+    with pytest.raises(TemplateNotAppendable, match="moves an earlier turn"):
         chat.append(codec, context, turns(("user", "Bye")))
-    assert "raw parts" in error.value.hint
 
 
 def test_what_the_template_says_of_new_turns_reaches_the_caller(tmp_path):

@@ -1,10 +1,12 @@
 """Whole conversations: the template's text, its ids, and where each message ends."""
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from service.errors import InvalidField, TemplateMissing
 from service.request import ChatInput, Message, Role, TextPart, TokenPart
 from service.text import chat
+from service.text.tokens import TextCodec
 from tests.text import chat_templates as t
 from tests.text import tiny_codecs
 
@@ -67,6 +69,28 @@ def test_a_token_over_the_border_leaves_no_end(tmp_path):
     joined = turns(("user", "the riv"), ("user", "er the"), ("user", " river"), add_generation_prompt=False)
     rendered = chat.render(codec, joined)
     assert rendered.message_ends == (None, len(codec.encode("the river the")), len(rendered.tokens))
+
+
+def test_a_token_over_the_border_is_seen_beside_a_special_token_too(tmp_path):
+    codec = tiny_codecs.codec(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    rendered = chat.render(codec, turns(("user", "the riv"), ("user", "er<|im_end|>"), add_generation_prompt=False))
+    assert rendered.message_ends == (None, len(rendered.tokens))
+
+
+def test_an_end_whose_ids_depend_on_what_follows_is_none(tmp_path):
+    tokenizer = Tokenizer(models.BPE({"t": 0, "h": 1, "e": 2, "r": 3, "th": 4, "the": 5}, [("t", "h"), ("th", "e")]))
+    # "the" is one word before an "r" only.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("the(?=r)|."), "isolated")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    codec = TextCodec.load(tiny_codecs.save(tmp_path, tokenizer, template=template))
+    rendered = chat.render(codec, turns(("user", "the"), ("user", "r"), add_generation_prompt=False))
+    assert (rendered.tokens, rendered.message_ends) == ((5, 3), (None, 2))
+
+
+def test_a_message_that_the_template_leaves_out_has_no_end(tmp_path):
+    codec = tiny_codecs.codec(tmp_path, t.DROPS_USER)
+    ends = chat.render(codec, turns(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."))).message_ends
+    assert [end is None for end in ends] == [False, True, False]
 
 
 def test_a_system_message_that_the_next_turn_carries_has_no_end_and_can_t_stand_alone(tmp_path):
