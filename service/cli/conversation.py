@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -134,17 +135,21 @@ class Conversation:
             raise NothingSaid
         last = turns[-1]
         if len(turns) == 1 or not last.clean:
-            last.after.release(stop_active=True)
-            self._made.pop(last.after.name, None)
             turns.pop()
+            if not self._shared(last):
+                last.after.release(stop_active=True)
+                self._made.pop(last.after.name, None)
             return self.branch.here
         before = turns[-2]
-        result = last.after.rollback(token_count=before.after.token_count, release=Release.SOURCE, options=self._save)
+        result = last.after.rollback(
+            token_count=before.after.token_count,
+            release=Release.NONE if self._shared(last) else Release.SOURCE,
+            options=self._save,
+        )
         self._keep(result)
         for name in result.released:
             self._made.pop(name, None)
-        turns.pop()
-        turns[-1] = Turn(before.user, before.answer, result, before.clean)
+        turns[-2:] = [dataclasses.replace(before, after=result)]
         return result
 
     def fork(self, count: int) -> list[Snapshot]:
@@ -155,8 +160,8 @@ class Conversation:
         children = here.fork(count, options=self._save)
         for child in children:
             self._keep(child)
-            last = self.branch.turns[-1]
-            self.branches.append(Branch([*self.branch.turns[:-1], Turn(last.user, last.answer, child)]))
+            last = dataclasses.replace(self.branch.turns[-1], after=child)
+            self.branches.append(Branch([*self.branch.turns[:-1], last]))
         return children
 
     def use(self, number: int) -> Branch:
@@ -182,6 +187,11 @@ class Conversation:
         for turn in turns:
             messages += [Message.user(turn.user), Message.assistant(turn.answer)]
         return [*messages, Message.user(text)]
+
+    def _shared(self, turn: Turn) -> bool:
+        """Whether another branch stands on the same snapshot: forks share the turns before them."""
+        others = (branch for branch in self.branches if branch is not self.branch)
+        return any(theirs.after == turn.after for branch in others for theirs in branch.turns)
 
     def _keep(self, snapshot: Snapshot) -> Snapshot:
         self._made[snapshot.name] = snapshot

@@ -57,6 +57,7 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(args: argparse.Namespace) -> int:
     """Carries out a command. Returns 0 well, 1 for a failed call, 2 for wrong usage, 130 for Ctrl-C."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log lines would mix with ours; statuses tell the same
     from kvfork_client import KVForkError
 
     try:

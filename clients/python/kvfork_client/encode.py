@@ -50,8 +50,9 @@ def duration(value: Seconds) -> duration_pb2.Duration:
     seconds = value.total_seconds() if isinstance(value, dt.timedelta) else float(value)
     if not math.isfinite(seconds):
         raise ValueError(f"a time must be a finite number of seconds, not {seconds}")
-    whole = math.trunc(seconds)
-    return duration_pb2.Duration(seconds=whole, nanos=round((seconds - whole) * 1e9))
+    sign = -1 if seconds < 0 else 1  # a Duration's two fields have the same sign
+    whole, nanos = divmod(round(abs(seconds) * 1e9), 10**9)
+    return duration_pb2.Duration(seconds=sign * whole, nanos=sign * nanos)
 
 
 def snapshot_name(ref: SnapshotRef | None) -> str:

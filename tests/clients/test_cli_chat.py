@@ -1,0 +1,325 @@
+"""The chat: turns as snapshots, branches, and the way back; at a pipe and at a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from contract_peer import Peer, refuse
+from kvfork.v1 import inference_service_pb2 as inf
+from kvfork_client import Client
+from test_cli_talk import parse
+
+from service.cli.conversation import Conversation, NothingSaid
+
+
+def say(conversation: Conversation, text: str) -> str:
+    reply = conversation.say(text)
+    for _ in reply.events:
+        pass
+    turn = conversation.finish(reply)
+    assert turn is not None
+    return turn.answer
+
+
+def chat(peer: Peer, monkeypatch: pytest.MonkeyPatch, *lines: str, flags: tuple[str, ...] = ()) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    args = parse("chat", "--address", peer.address, *flags)
+    return int(args.run(args))
+
+
+def test_each_turn_goes_on_from_the_last_ones_snapshot(peer: Peer) -> None:
+    peer.answer = "ok"
+    with Client(peer.address) as client:
+        conversation = Conversation(client, system="be brief")
+        assert [say(conversation, "one"), say(conversation, "two")] == ["ok", "ok"]
+        first, second = peer.requests("Generate")
+        assert (first.parent, second.parent) == ("", conversation.branch.turns[0].after.name)
+        assert peer.contents[conversation.branch.turns[1].after.name] == (
+            "<system>be brief<user>one<assistant>ok<user>two<assistant>ok"
+        )
+
+
+def test_back_rolls_back_to_before_the_last_turn_and_frees_it(peer: Peer) -> None:
+    peer.answer = "ok"
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        say(conversation, "one")
+        say(conversation, "two")
+        abandoned = conversation.branch.turns[1].after.name
+        result = conversation.back()
+        assert result is not None
+        assert result == conversation.branch.here
+        assert peer.contents[result.name] == "<user>one<assistant>ok"
+        assert abandoned not in peer.snapshots
+        say(conversation, "three")
+        assert peer.contents[conversation.branch.turns[1].after.name].endswith("ok<user>three<assistant>ok")
+        assert conversation.back() is not None
+        assert conversation.back() is None
+        with pytest.raises(NothingSaid):
+            conversation.back()
+
+
+def test_branches_do_not_see_each_other(peer: Peer) -> None:
+    peer.answer = "ok"
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        with pytest.raises(NothingSaid):
+            conversation.fork(2)
+        say(conversation, "one")
+        conversation.fork(2)
+        for number, text in ((1, "left"), (2, "middle"), (3, "right")):
+            conversation.use(number)
+            say(conversation, text)
+        assert [peer.contents[branch.turns[-1].after.name] for branch in conversation.branches] == [
+            f"<user>one<assistant>ok<user>{text}<assistant>ok" for text in ("left", "middle", "right")
+        ]
+        with pytest.raises(IndexError):
+            conversation.use(4)
+        with pytest.raises(IndexError):
+            conversation.use(0)
+
+
+def test_going_back_in_one_branch_leaves_the_others_alone(peer: Peer) -> None:
+    peer.answer = "ok"
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        for text in ("one", "two"):
+            say(conversation, text)
+        conversation.fork(1)
+        kept = [turn.after.name for turn in conversation.branch.turns]
+        conversation.use(2)
+        while conversation.branch.turns:
+            conversation.back()
+        assert all(name in peer.snapshots for name in kept)
+        conversation.use(1)
+        assert say(conversation, "still here") == "ok"
+
+
+def test_release_leaves_nothing_behind(peer: Peer) -> None:
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        say(conversation, "one")
+        conversation.fork(3)
+        say(conversation, "two")
+        conversation.back()
+        conversation.release()
+        assert peer.snapshots == {}
+
+
+def test_an_open_turn_is_closed_by_sending_it_again(peer: Peer) -> None:
+    peer.answer = "ok"
+    refused: list[str] = []
+
+    def script(request: Any, context: Any) -> Any:
+        if request.parent and not peer.contents[request.parent].endswith("ok"):
+            refused.append(request.parent)
+            refuse(context, "FAILED_PRECONDITION", "TURN_OPEN", "the last turn has no end")
+        yield from peer.Generate(request, context)
+
+    peer.scripts["Generate"] = script
+    with Client(peer.address) as client:
+        conversation = Conversation(client, system="s")
+        say(conversation, "one")
+        peer.answer = "cut sho"  # as if stopped before its end
+        say(conversation, "two")
+        open_turn = conversation.branch.turns[1].after.name
+        peer.answer = "ok"
+        say(conversation, "three")
+        assert refused == [open_turn]
+        last = conversation.branch.turns[2].after
+        assert last.parent == conversation.branch.turns[0].after.name
+        assert peer.contents[last.name] == (
+            "<system>s<user>one<assistant>ok<user>two<assistant>cut sho<user>three<assistant>ok"
+        )
+        # The sent-again turn is no continuation of the open one: back takes it away and stands where it was.
+        assert conversation.back() == conversation.branch.turns[1].after
+        assert conversation.branch.here is not None
+        assert conversation.branch.here.name == open_turn
+
+
+def test_a_template_that_cannot_append_gets_the_whole_chat(peer: Peer) -> None:
+    def script(request: Any, context: Any) -> Any:
+        if request.parent:
+            refuse(context, "FAILED_PRECONDITION", "TEMPLATE_NOT_APPENDABLE", "rewrites what came before")
+        yield from peer.Generate(request, context)
+
+    peer.answer = "ok"
+    peer.scripts["Generate"] = script
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        say(conversation, "one")
+        say(conversation, "two")
+        assert peer.contents[conversation.branch.turns[1].after.name] == (
+            "<user>one<assistant>ok<user>two<assistant>ok"
+        )
+
+
+def test_a_state_that_could_not_be_kept_leaves_the_chat_where_it_was(peer: Peer) -> None:
+    def script(request: Any, context: Any) -> Any:
+        yield inf.GenerateResponse(started=inf.Started(generation="generations/g"))
+        yield inf.GenerateResponse(finished=inf.Finished(save_error_reason="STORE_FULL"))
+
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        peer.scripts["Generate"] = script
+        reply = conversation.say("one")
+        assert len(list(reply.events)) == 2
+        assert conversation.finish(reply) is None
+        assert conversation.branch.turns == []
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_piped_chat_prints_the_answers_alone(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.answer = "ok"
+    assert chat(peer, monkeypatch, "hello", "", "more") == 0
+    assert capsys.readouterr().out == "ok\nok\n"
+    assert peer.snapshots == {}  # released at the end
+
+
+def test_the_commands_of_the_chat(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.answer = "ok"
+    script = "/back|/fork 2|/receipt|one|/receipt|/fork x|/fork 1|/use 2|two|/snapshots|/back|/use 9|/what|/quit|never"
+    assert chat(peer, monkeypatch, *script.split("|")) == 0
+    shown = capsys.readouterr().out.splitlines()
+    receipt = shown.pop(4)
+    assert receipt.startswith("restored 0 (disk 0, memory 0) · recomputed 0 · new 20 · TTFT 0.")
+    assert shown == [
+        "nothing to roll back",
+        "nothing to fork yet: say something first",
+        "no receipt yet",
+        "ok",
+        "/fork takes a number: /fork 3",
+        "branch 2: snapshots/auto-0003 (22 tokens)",
+        "you are on branch 1; /use K goes to another",
+        "branch 2 at 22 tokens",
+        "ok",
+        "NAME                 TOKENS  STORED  STATE   EXPIRES  KEPT  LABELS  PARENT",
+        "snapshots/auto-0002      22       0  memory  now      -     -       -",
+        "snapshots/auto-0003      22       0  memory  now      -     -       snapshots/auto-0002",
+        "snapshots/auto-0005      44       0  memory  now      -     -       snapshots/auto-0003",
+        "here: snapshots/auto-0005",
+        "back at 22 tokens: snapshots/auto-0006",
+        "restored 22 (disk 0, memory 22) · recomputed 0 · new 0 · 0 B read",
+        "/use takes a branch from 1 to 2",
+        "no such command: /what; /help lists them",
+    ]
+
+
+def test_a_chat_as_json(peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.answer = "ok"
+    lines = "one /receipt /fork 1|/snapshots|/use 2|/back|/back|/help".replace(" /", "|/").split("|")
+    assert chat(peer, monkeypatch, *lines, flags=("--json", "--keep", "--system", "s")) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == [
+        "turn",
+        "receipt",
+        "branch",
+        "snapshot",
+        "snapshot",
+        "use",
+        "back",
+        "error",
+        "text",
+        "kept",
+    ]
+    assert (events[0]["text"], events[0]["branch"], events[0]["reason"]) == ("ok", 1, "eos")
+    assert events[-1]["snapshot"]["name"] in peer.snapshots
+
+
+def test_a_chat_goes_on_from_a_snapshot(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.answer = "ok"
+    with Client(peer.address) as client:
+        root = client.create_snapshot([])
+    assert chat(peer, monkeypatch, "hello", flags=("--parent", root.name, "--keep")) == 0
+    assert peer.requests("Generate")[0].parent == root.name
+    assert "kept snapshots/auto-0003 (24 tokens)" not in capsys.readouterr().out  # a name for people: on stderr
+    assert list(peer.snapshots) == [root.name, "snapshots/auto-0003"]
+
+
+def test_a_failed_turn_is_told_and_the_chat_goes_on(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(request: Any, context: Any) -> Any:
+        if request.input.chat.messages[-1].parts[0].text == "bad":
+            refuse(context, "INVALID_ARGUMENT", "CONTEXT_OVERFLOW", "too long")
+        yield from peer.Generate(request, context)
+
+    peer.answer = "ok"
+    peer.scripts["Generate"] = script
+    assert chat(peer, monkeypatch, "bad", "good") == 1
+    shown = capsys.readouterr()
+    assert shown.out == "ok\n"
+    assert shown.err.startswith("error: CONTEXT_OVERFLOW: too long\n")
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.hold = threading.Event()
+
+    def press() -> None:
+        while not peer.stops:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    assert chat(peer, monkeypatch, "hello", "/snapshots") == 0
+    presser.join()
+    shown = capsys.readouterr()
+    assert shown.out.startswith("f\nNAME")
+    assert "snapshots/auto-0002      23" in shown.out
+    assert "(ended by: stopped)" in shown.err
+
+
+def test_at_a_terminal_it_greets_and_prompts(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer.answer = "ok"
+    code = f"import test_cli_talk as t; a = t.parse('chat', '--address', '{peer.address}'); exit(a.run(a))"
+    ours, theirs = pty.openpty()
+    folder = os.path.dirname(__file__)
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"PYTHONPATH": folder, "TERM": "dumb"},
+        cwd=os.path.join(folder, "..", ".."),
+        start_new_session=True,
+    ) as child:
+        os.close(theirs)
+        seen = ""
+
+        def until(text: str) -> None:
+            nonlocal seen
+            while text not in seen:
+                seen += os.read(ours, 4096).decode()
+            seen = seen.partition(text)[2]
+
+        until(f"letters at {peer.address}; /help for commands")
+        until("> ")
+        os.write(ours, b"hello\n")
+        until("ok\r\n")
+        until("> ")
+        os.write(ours, b"/fork 1\n")
+        until("1> ")
+        os.write(ours, b"\x04")  # Ctrl-D
+        assert child.wait(30) == 0
+    os.close(ours)

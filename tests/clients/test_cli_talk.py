@@ -1,0 +1,413 @@
+"""What the talking commands print, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract_peer import Peer, refuse
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2 as rpc
+from kvfork.v1 import inference_service_pb2 as inf
+from kvfork.v1 import types_pb2 as types
+from kvfork_client import MissReason, Usage
+
+from service.cli import chat, flags, generate, output, snapshots, talk
+
+ROOT = Path(__file__).parents[2]
+Kvfork = Callable[..., int]
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvfork")
+    talk.add_parsers(parser.add_subparsers(required=True))
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def kvfork(peer: Peer) -> Kvfork:
+    """Runs a command against the peer; returns its exit code."""
+
+    def run(*words: str) -> int:
+        args = parse(*words, "--address", peer.address)
+        return int(args.run(args))
+
+    return run
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_text_to_stdout_and_the_receipt_to_stderr(
+    peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = kvfork("generate", "hello", "--save", "plan-0001", "--mark-prompt-end", "--max-tokens", "4", "--ttl", "60")
+    out, err = capsys.readouterr()
+    assert (code, out) == (0, "four\n")
+    receipt, mark, saved, ended = err.splitlines()
+    assert receipt.startswith("restored 0 (disk 0, memory 0) · recomputed 0 · new 22 · TTFT 0.")
+    assert receipt.endswith(" s · 0 B read · generated 4")
+    assert mark == "prompt's end: snapshots/auto-0002 (22 tokens)"
+    assert saved == "saved: snapshots/plan-0001 (26 tokens)"
+    assert ended == "ended by: max tokens"
+    (request,) = peer.requests("Generate")
+    assert request.input.chat.messages[0] == types.Message(role=types.ROLE_USER, parts=[types.Part(text="hello")])
+    assert request.save.ttl == duration_pb2.Duration(seconds=60)
+
+
+def test_generate_passes_its_flags_on(peer: Peer, kvfork: Kvfork) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    words = "generate q --parent plan-0001 --system s --temperature 0 --top-p 0.5 --seed 7 --stop a --stop b"
+    assert kvfork(*words.split(), "--model", "models/m") == 0
+    (request,) = peer.requests("Generate")
+    assert (request.parent, request.model) == ("snapshots/plan-0001", "models/m")
+    assert request.sampling == types.Sampling(temperature=0.0, top_p=0.5, seed=7)
+    assert list(request.stopping.stop) == ["a", "b"]
+    assert [message.role for message in request.input.chat.messages] == [types.ROLE_SYSTEM, types.ROLE_USER]
+    assert not request.HasField("save")
+
+
+def test_generate_reads_the_prompt_from_stdin(peer: Peer, kvfork: Kvfork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert kvfork("generate", "--raw") == 0
+    assert peer.requests("Generate")[0].input.raw.parts[0].text == "two\nlines"
+
+
+def test_generate_from_a_parent_needs_no_prompt(peer: Peer, kvfork: Kvfork) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    assert kvfork("generate", "--parent", "snapshots/plan-0001") == 0
+    assert not peer.requests("Generate")[0].HasField("input")
+
+
+def test_generate_as_json_prints_one_event_a_line(
+    peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.answer = "ä!"
+    assert kvfork("generate", "--json", "hello", "--save") == 0
+    out, err = capsys.readouterr()
+    events = lines(out)
+    assert err == ""
+    assert [event["event"] for event in events] == ["started", "progress", "delta", "delta", "finished"]
+    assert [event["text"] for event in events[2:]] == ["ä", "!", "ä!"]
+    assert events[-1]["usage"]["new_tokens"] == 22
+    assert events[-1]["snapshot"]["name"] == "snapshots/auto-0002"
+    assert events[-1]["reason"] == "eos"
+
+
+def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
+    peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.hold = threading.Event()
+
+    def press() -> None:
+        while not peer.stops:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    code = kvfork("generate", "hello", "--save")
+    presser.join()
+    out, err = capsys.readouterr()
+    assert (code, out) == (130, "f\n")
+    assert "ended by: stopped" in err
+    assert "saved: snapshots/" in err
+    assert peer.wait_ended() == "finished"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork) -> None:
+    peer.hold = threading.Event()
+    peer.scripts["StopGeneration"] = lambda request, context: inf.StopGenerationResponse(
+        was_running=True
+    )  # and goes on
+
+    def press() -> None:
+        while not peer.stops:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not peer.requests("StopGeneration"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    assert kvfork("generate", "hello") == 130
+    presser.join()
+    assert peer.wait_ended() == "cancelled"
+
+
+def test_a_reader_that_leaves_ends_the_generation(peer: Peer) -> None:
+    peer.answer = "x" * 200_000  # more than a pipe holds
+    code = f"import test_cli_talk as t; a = t.parse('generate', 'q', '--address', '{peer.address}'); exit(a.run(a))"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.read(3) == b"xxx"
+        child.stdout.close()
+        assert child.wait(30) == 1
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+    assert peer.wait_ended() == "cancelled"
+
+
+# -- snapshots, fork, rollback, stats ---------------------------------------------------------------------------------
+
+
+def test_snapshots_list_is_a_table(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.keep("x" * 1500, types.SnapshotOptions(snapshot_id="plan-0001", pinned=True, labels={"b": "2", "a": "1"}))
+    peer.keep("x", types.SnapshotOptions(), "snapshots/plan-0001")
+    assert kvfork("snapshots", "list") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "NAME                 TOKENS  STORED  STATE   EXPIRES  KEPT    LABELS   PARENT",
+        "snapshots/plan-0001   1,500   1,280  memory  never    pinned  a=1 b=2  -",
+        "snapshots/auto-0002       1       0  memory  now      -       -        snapshots/plan-0001",
+    ]
+    assert kvfork("snapshots", "list", "--label", "a=1", "--json") == 0
+    (only,) = lines(capsys.readouterr().out)
+    assert only["snapshot"]["name"] == "snapshots/plan-0001"
+    assert only["snapshot"]["prefix_hash"] == "78" * 8
+
+
+def test_an_empty_list_says_so(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvfork("snapshots", "list", "--parent", "plan-0001") == 0
+    assert capsys.readouterr().out == "no snapshots\n"
+    assert kvfork("snapshots", "list", "--json") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_snapshots_get_shows_everything(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    assert kvfork("snapshots", "get", "plan-0001", "--tokens") == 0
+    shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert {key.strip(): value.strip() for key, value in shown.items()} == {
+        "name": "snapshots/plan-0001",
+        "parent": "-",
+        "model": "models/letters",
+        "tokens": "3 (0 in the checkpoint store)",
+        "state": "memory",
+        "durable": "no",
+        "pinned": "no",
+        "expires": "2023-11-14T22:23:21+00:00",
+        "labels": "-",
+        "own bytes": "48 B",
+        "in use by": "0 calls",
+        "prefix hash": "616263",
+        "token ids": "97 98 99",
+    }
+    assert kvfork("snapshots", "get", "plan-0001", "--json") == 0
+    (only,) = lines(capsys.readouterr().out)
+    assert only.keys() == {"snapshot"}
+
+
+def test_snapshots_delete_and_extend_tell_what_happened(
+    peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plan-0001", "plan-0002"):
+        peer.keep("x", types.SnapshotOptions(snapshot_id=name))
+    assert kvfork("snapshots", "extend", "plan-0001", "lost-0001", "--ttl", "60") == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "snapshots/plan-0001       1       0  memory  now      -     -       -",
+        "missing: snapshots/lost-0001",
+    ]
+    assert kvfork("snapshots", "delete", "plan-0001", "plan-0002") == 0
+    assert capsys.readouterr().out == "deleted snapshots/plan-0001\ndeleted snapshots/plan-0002\n"
+    assert kvfork("snapshots", "delete", "plan-0001", "--missing-ok", "--json") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_fork_appends_and_counts(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    assert kvfork("fork", "plan-0001", "--raw", "--append", " red", "--append", " blue", "--pin") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "snapshots/auto-0002       7       0  memory  never    pinned  -       snapshots/plan-0001",
+        "snapshots/auto-0003       8       0  memory  never    pinned  -       snapshots/plan-0001",
+        "restored 3 (disk 0, memory 3) · recomputed 0 · new 9 · 0 B read",
+    ]
+    assert kvfork("fork", "plan-0001", "-n", "2", "--json") == 0
+    printed = lines(capsys.readouterr().out)
+    assert [next(iter(line)) for line in printed] == ["snapshot", "snapshot", "usage"]
+
+
+def test_rollback_prints_the_result_and_its_receipt(
+    peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.keep("abcdef", types.SnapshotOptions(snapshot_id="plan-0001"))
+    words = "rollback plan-0001 --drop 2 --release source --save plan-0002 --down --max-recompute 0"
+    assert kvfork(*words.split()) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "snapshots/plan-0002       4       0  memory  now      -     -       snapshots/plan-0001",
+        "released snapshots/plan-0001",
+        "restored 4 (disk 0, memory 4) · recomputed 0 · new 0 · 0 B read",
+    ]
+    (request,) = peer.requests("Rollback")
+    assert (request.rounding, request.release) == (inf.ROUNDING_DOWN, inf.RELEASE_SOURCE)
+    assert request.HasField("max_recompute_tokens")
+    assert kvfork("rollback", "plan-0002", "--to", "1", "--json") == 0
+    (printed,) = lines(capsys.readouterr().out)
+    assert (printed["snapshot"]["token_count"], printed["released"]) == (1, [])
+
+
+def test_stats_for_people_and_for_programs(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvfork("stats") == 0
+    shown = capsys.readouterr().out
+    assert "model          letters: ready, 4,096 tokens of context\n" in shown
+    assert "memory         3.0 MiB of 0 B\n" in shown
+    assert kvfork("stats", "--json") == 0
+    (printed,) = lines(capsys.readouterr().out)
+    assert printed.keys() == {"server", "models", "cache"}
+    assert printed["cache"]["memory_bytes"] == 3 << 20
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_says_what_and_what_to_do(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvfork("snapshots", "get", "plan-0009") == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: SNAPSHOT_NOT_FOUND: snapshots/plan-0009 does not exist",
+        "  check the name; list what there is with `kvfork snapshots list`",
+    ]
+
+
+def test_the_servers_own_advice_is_not_doubled(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: Any, context: Any) -> None:
+        refuse(
+            context,
+            "RESOURCE_EXHAUSTED",
+            "QUEUE_FULL",
+            "64 calls wait (come back later)",
+            rpc.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2)),
+            rpc.BadRequest(field_violations=[rpc.BadRequest.FieldViolation(field="a.b", description="is wrong")]),
+            rpc.RequestInfo(request_id="i-7"),
+        )
+
+    peer.scripts["GetServerInfo"] = script
+    assert kvfork("stats") == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: QUEUE_FULL: 64 calls wait (come back later)",
+        "  a.b: is wrong",
+        "  incident i-7",
+        "  worth another try in 2 s",
+    ]
+    assert kvfork("stats", "--json") == 1
+    (printed,) = lines(capsys.readouterr().err)
+    assert (printed["error"], printed["retry_after"], printed["fields"][0]["field"]) == ("QUEUE_FULL", 2.0, "a.b")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("generate x --raw --system y", "--system needs a chat template"),
+        ("chat --raw --system y", "--system needs a chat template"),
+        ("stats --address http://x", "is a URL"),
+    ],
+)
+def test_wrong_usage_is_told_apart(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse(*words.split())
+    assert args.run(args) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate x --max-tokens -1",
+        "generate x --seed 4294967296",
+        "generate x --raw --chat",
+        "generate x --timeout 0",
+        "generate x --label novalue",
+        "fork plan-0001",
+        "fork plan-0001 --count 0",
+        "rollback plan-0001",
+        "rollback plan-0001 --to 1 --drop 1",
+        "snapshots",
+    ],
+)
+def test_flags_that_make_no_sense_are_refused_by_the_parser(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(*words.split())
+    assert caught.value.code == 2
+    assert "usage: kvfork" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "snapshots", "fork", "rollback", "stats"])
+def test_help_teaches_by_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(command, "--help")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"examples:\n  kvfork {command}" in shown
+
+
+def test_examples_in_the_help_parse() -> None:
+    seen = 0
+    for epilog in (
+        chat.EPILOG,
+        generate.EPILOG,
+        snapshots.SNAPSHOTS_EPILOG,
+        snapshots.FORK_EPILOG,
+        snapshots.ROLLBACK_EPILOG,
+        snapshots.STATS_EPILOG,
+    ):
+        for line in epilog.splitlines():
+            if line.startswith("  kvfork "):
+                command = re.split(r"   | < | \| ", line.strip())[0]  # without the remark, the file, the pipe
+                parse(*shlex.split(command)[1:])
+                seen += 1
+    assert seen > 12
+
+
+# -- printing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_receipt_is_one_line() -> None:
+    usage = Usage(prompt_tokens=1040, cached_tokens=1024, memory_tokens=1024, new_tokens=16, disk_bytes_read=1_258_291)
+    assert output.receipt(usage, 0.214) == (
+        "restored 1,024 (disk 0, memory 1,024) · recomputed 0 · new 16 · TTFT 0.21 s · 1.2 MiB read"
+    )
+    missed = Usage(recomputed_tokens=40, miss_reason=MissReason.BETWEEN_CHECKPOINTS)
+    assert "recomputed 40 (between checkpoints) · " in output.receipt(missed)
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB"), (1 << 60, "1048576.0 TiB")],
+)
+def test_sizes(count: int, shown: str) -> None:
+    assert output.size(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0 s"), (-5, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (200_000, "2 d")]
+)
+def test_spans(seconds: float, shown: str) -> None:
+    assert output.span(seconds) == shown
+
+
+def test_the_default_address_is_where_serve_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from service.config import Config
+
+    assert Config().address == flags.DEFAULT_ADDRESS
+    assert parse("stats").address == os.environ.get("KVFORK_ADDRESS", flags.DEFAULT_ADDRESS)
+    assert flags.connection_flags({"KVFORK_ADDRESS": "10.0.0.1:1"}).parse_args([]).address == "10.0.0.1:1"
+    assert flags.connection_flags({"KVFORK_ADDRESS": ""}).parse_args([]).address == flags.DEFAULT_ADDRESS

@@ -1,0 +1,73 @@
+"""Addresses, credentials and what is sent with each call."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from contract_peer import Peer
+from flavours import Flavour
+from kvfork_client import Client, Tls
+from kvfork_client.endpoint import endpoint, is_local, normal_target
+
+
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [
+        ("127.0.0.1:50051", "127.0.0.1:50051"),
+        ("unix:/run/kvfork.sock", "unix:/run/kvfork.sock"),
+        ("unix:///run/kvfork.sock", "unix:///run/kvfork.sock"),
+        ("/run/kvfork.sock", "unix:/run/kvfork.sock"),
+        ("[::1]:1", "[::1]:1"),
+    ],
+)
+def test_addresses_are_taken_as_people_write_them(given: str, target: str) -> None:
+    assert normal_target(given) == target
+    assert is_local(target)
+
+
+@pytest.mark.parametrize("target", ["example.org:443", "10.0.0.1:50051", "localhost.example.org:1", "[2001:db8::1]:1"])
+def test_what_may_be_elsewhere_is_not_local(target: str) -> None:
+    assert not is_local(target)
+
+
+@pytest.mark.parametrize("address", ["", "http://127.0.0.1:1", "https://x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        Client(address)
+
+
+def test_a_token_does_not_cross_a_network_in_the_clear() -> None:
+    with pytest.raises(ValueError, match="without TLS"):
+        endpoint("example.org:1", token="secret", tls=None, retry=True)
+    trusted = endpoint("example.org:1", token="secret", tls=False, retry=True)
+    secure = endpoint("example.org:1", token="secret", tls=True, retry=True)
+    assert (trusted.tls, secure.tls) == (None, Tls())
+    assert trusted.metadata == secure.metadata == (("authorization", "Bearer secret"),)
+
+
+def test_the_token_goes_with_every_call(peer: Peer, flavour: Flavour) -> None:
+    client = flavour.client(peer.address, token="secret")
+    flavour.do(client.server_info)
+    flavour.do(flavour.do(client.generate, "x").result)
+    assert [metadata["authorization"] for metadata in peer.metadata] == ["Bearer secret"] * 2
+
+
+def test_a_unix_socket_will_do(flavour: Flavour) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # short: a socket's path has at most 107 bytes
+        path = Path(folder) / "s"
+        with Peer(f"unix:{path}") as peer:
+            client = flavour.client(str(path))
+            assert flavour.do(flavour.do(client.generate, "x").result).text == peer.answer
+
+
+def test_missing_certificates_are_told_at_once() -> None:
+    with pytest.raises(FileNotFoundError):
+        Client("example.org:1", tls=Tls(ca="/no/such/file"))
+
+
+def test_a_client_can_be_made_outside_a_loop() -> None:
+    from kvfork_client import AsyncClient
+
+    assert repr(AsyncClient("127.0.0.1:1")) == "<AsyncClient 127.0.0.1:1>"
