@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfork_client import Client, Generation, InputLike, Message, Sampling, SaveOptions, Snapshot, Stopping
+    from kvfork_client import Client, Generation, InputLike, Sampling, SaveOptions, Snapshot, Stopping
     from kvfork_client.blocking import Event
 
 
@@ -51,9 +51,8 @@ class NothingSaid(Exception):
 class Conversation:
     """The branches of one chat, each turn's state a snapshot.
 
-    Text that continues a finished turn is appended to its snapshot. Where the server cannot append (a turn that was
-    stopped before its end, a template that rewrites what came before), the turns since the last place that works are
-    sent again; stored prefixes are used all the same.
+    What is said is appended to the last turn's snapshot; a turn that was stopped before its end is closed first. Where
+    the template cannot append, the whole chat is sent again; stored prefixes are used all the same.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class Conversation:
         """Starts the answer to `text`; returns once the server has admitted it. Raises KVForkError."""
         from kvfork_client import TemplateNotAppendable, TurnOpen
 
-        turns = self.branch.turns
-        for kept in range(len(turns), -1, -1):
+        attempts = self._attempts(text)
+        for number, (parent, given) in enumerate(attempts, start=1):
             generation = self._client.generate(
-                self._input(turns[kept:], text, opening=kept == 0),
-                turns[kept - 1].after if kept else self._root,
+                given,
+                parent,
                 model=self._model,
                 sampling=self._sampling,
                 stopping=self._stopping,
@@ -108,11 +107,12 @@ class Conversation:
             try:
                 first = next(events)
             except (TurnOpen, TemplateNotAppendable):
-                if kept == 0 or self._raw:
+                if number == len(attempts):
                     raise
                 continue
-            return Reply(text, generation, itertools.chain([first], events), clean=kept == len(turns))
-        raise AssertionError("the last try either returns or raises")
+            here = self.branch.here or self._root
+            return Reply(text, generation, itertools.chain([first], events), clean=parent == here)
+        raise AssertionError("the last attempt either returns or raises")
 
     def finish(self, reply: Reply) -> Turn | None:
         """Keeps the turn. None if its state could not be kept: the conversation then stays where it was."""
@@ -177,16 +177,23 @@ class Conversation:
             _, snapshot = self._made.popitem()
             snapshot.release(stop_active=True)
 
-    def _input(self, turns: list[Turn], text: str, *, opening: bool) -> InputLike:
+    def _attempts(self, text: str) -> list[tuple[Snapshot | None, InputLike]]:
+        """What to append to what: the cheapest that a server may take first."""
         from kvfork_client import Message
         from kvfork_client import raw as raw_input
 
+        here = self.branch.here
         if self._raw:
-            return raw_input(text)
-        messages: list[Message] = [Message.system(self._system)] if self._system and opening else []
-        for turn in turns:
-            messages += [Message.user(turn.user), Message.assistant(turn.answer)]
-        return [*messages, Message.user(text)]
+            return [(here or self._root, raw_input(text))]
+        new = Message.user(text)
+        whole = [Message.system(self._system)] if self._system else []
+        for turn in self.branch.turns:
+            whole += [Message.user(turn.user), Message.assistant(turn.answer)]
+        from_start: tuple[Snapshot | None, InputLike] = (self._root, [*whole, new])
+        if here is None:
+            return [from_start]
+        # An empty assistant message ends a turn that was stopped before its end.
+        return [(here, [new]), (here, [Message.assistant(""), new]), from_start]
 
     def _shared(self, turn: Turn) -> bool:
         """Whether another branch stands on the same snapshot: forks share the turns before them."""

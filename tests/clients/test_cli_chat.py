@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from contract_peer import Peer, refuse
 from kvfork.v1 import inference_service_pb2 as inf
+from kvfork.v1 import types_pb2 as types
 from kvfork_client import Client
 from test_cli_talk import parse
 
@@ -116,35 +117,27 @@ def test_release_leaves_nothing_behind(peer: Peer) -> None:
         assert peer.snapshots == {}
 
 
-def test_an_open_turn_is_closed_by_sending_it_again(peer: Peer) -> None:
-    peer.answer = "ok"
-    refused: list[str] = []
-
+def test_a_turn_that_broke_off_is_closed_and_nothing_is_sent_again(peer: Peer) -> None:
     def script(request: Any, context: Any) -> Any:
-        if request.parent and not peer.contents[request.parent].endswith("ok"):
-            refused.append(request.parent)
+        is_open = request.parent and not peer.contents[request.parent].endswith("ok")
+        if is_open and request.input.chat.messages[0].role != types.ROLE_ASSISTANT:
             refuse(context, "FAILED_PRECONDITION", "TURN_OPEN", "the last turn has no end")
         yield from peer.Generate(request, context)
 
     peer.scripts["Generate"] = script
     with Client(peer.address) as client:
         conversation = Conversation(client, system="s")
-        say(conversation, "one")
         peer.answer = "cut sho"  # as if stopped before its end
-        say(conversation, "two")
-        open_turn = conversation.branch.turns[1].after.name
+        say(conversation, "one")
         peer.answer = "ok"
-        say(conversation, "three")
-        assert refused == [open_turn]
-        last = conversation.branch.turns[2].after
-        assert last.parent == conversation.branch.turns[0].after.name
-        assert peer.contents[last.name] == (
-            "<system>s<user>one<assistant>ok<user>two<assistant>cut sho<user>three<assistant>ok"
+        say(conversation, "two")
+        first, second = conversation.branch.turns
+        assert second.after.info.parent == first.after.name
+        assert peer.contents[second.after.name] == (
+            "<system>s<user>one<assistant>cut sho<assistant><user>two<assistant>ok"
         )
-        # The sent-again turn is no continuation of the open one: back takes it away and stands where it was.
-        assert conversation.back() == conversation.branch.turns[1].after
-        assert conversation.branch.here is not None
-        assert conversation.branch.here.name == open_turn
+        say(conversation, "three")
+        assert [len(request.input.chat.messages) for request in peer.requests("Generate")] == [2, 1, 2, 1]
 
 
 def test_a_template_that_cannot_append_gets_the_whole_chat(peer: Peer) -> None:
@@ -156,12 +149,14 @@ def test_a_template_that_cannot_append_gets_the_whole_chat(peer: Peer) -> None:
     peer.answer = "ok"
     peer.scripts["Generate"] = script
     with Client(peer.address) as client:
-        conversation = Conversation(client)
+        conversation = Conversation(client, system="s")
         say(conversation, "one")
         say(conversation, "two")
-        assert peer.contents[conversation.branch.turns[1].after.name] == (
-            "<user>one<assistant>ok<user>two<assistant>ok"
-        )
+        first, second = conversation.branch.turns
+        assert peer.contents[second.after.name] == "<system>s<user>one<assistant>ok<user>two<assistant>ok"
+        # The second state does not descend from the first: to go back is to stand on the first again.
+        assert conversation.back() == first.after
+        assert second.after.name not in peer.snapshots
 
 
 def test_a_state_that_could_not_be_kept_leaves_the_chat_where_it_was(peer: Peer) -> None:
