@@ -104,6 +104,9 @@ class _Loop:
             except KVForkError as error:
                 failed = 1
                 output.print_error(error, as_json=self._json)
+            except KeyboardInterrupt:  # in the queue, or a second time: the turn is given up, the chat is not
+                failed = 1
+                print("(given up)", file=sys.stderr)
         return 0 if self._interactive else failed
 
     def _read(self) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from service.cli.opening import admitted, closing, first_taken
 
 if TYPE_CHECKING:
     from kvfork_client import Client, Generation, InputLike, Sampling, SaveOptions, Snapshot, Stopping
@@ -90,29 +92,23 @@ class Conversation:
 
     def say(self, text: str) -> Reply:
         """Starts the answer to `text`; returns once the server has admitted it. Raises KVForkError."""
-        from kvfork_client import TemplateNotAppendable, TurnOpen
-
+        here = self.branch.here or self._root
         attempts = self._attempts(text)
-        for number, (parent, given) in enumerate(attempts, start=1):
-            generation = self._client.generate(
-                given,
-                parent,
-                model=self._model,
-                sampling=self._sampling,
-                stopping=self._stopping,
-                save=self._save or True,
-                progress=True,
+
+        def start(parent: Snapshot | None, given: InputLike) -> tuple[Generation, Iterator[Event]]:
+            return admitted(
+                self._client.generate(
+                    given,
+                    parent,
+                    model=self._model,
+                    sampling=self._sampling,
+                    stopping=self._stopping,
+                    save=self._save or True,
+                )
             )
-            events = generation.events()
-            try:
-                first = next(events)
-            except (TurnOpen, TemplateNotAppendable):
-                if number == len(attempts):
-                    raise
-                continue
-            here = self.branch.here or self._root
-            return Reply(text, generation, itertools.chain([first], events), clean=parent == here)
-        raise AssertionError("the last attempt either returns or raises")
+
+        index, (generation, events) = first_taken([functools.partial(start, *attempt) for attempt in attempts])
+        return Reply(text, generation, events, clean=attempts[index][0] == here)
 
     def finish(self, reply: Reply) -> Turn | None:
         """Keeps the turn. None if its state could not be kept: the conversation then stays where it was."""
@@ -142,7 +138,7 @@ class Conversation:
             return self.branch.here
         before = turns[-2]
         result = last.after.rollback(
-            token_count=before.after.token_count,
+            ancestor=before.after,
             release=Release.NONE if self._shared(last) else Release.SOURCE,
             options=self._save,
         )
@@ -192,8 +188,7 @@ class Conversation:
         from_start: tuple[Snapshot | None, InputLike] = (self._root, [*whole, new])
         if here is None:
             return [from_start]
-        # An empty assistant message ends a turn that was stopped before its end.
-        return [(here, [new]), (here, [Message.assistant(""), new]), from_start]
+        return [(here, [new]), (here, closing([new])), from_start]
 
     def _shared(self, turn: Turn) -> bool:
         """Whether another branch stands on the same snapshot: forks share the turns before them."""

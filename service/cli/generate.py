@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from service.cli import flags, output
 from service.cli.interrupt import stop_on_interrupt
+from service.cli.opening import admitted, appended, first_taken
 
 if TYPE_CHECKING:
-    from kvfork_client import Client, Generation
+    from kvfork_client import Client, Generation, InputLike
+    from kvfork_client.blocking import Event
 
 EPILOG = """\
 examples:
@@ -40,15 +44,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Streams; 0 well, 130 if Ctrl-C ended it."""
-    with flags.connect(args) as client, _start(client, args) as generation, stop_on_interrupt(generation) as interrupts:
-        if args.json:
-            _stream_json(generation)
-        else:
-            _stream_text(generation)
+    with flags.connect(args) as client:
+        generation, events = _start(client, args)
+        with generation, stop_on_interrupt(generation) as interrupts:
+            if args.json:
+                _stream_json(generation, events)
+            else:
+                _stream_text(generation, events)
     return 130 if interrupts.asked else 0
 
 
-def _start(client: Client, args: argparse.Namespace) -> Generation:
+def _start(client: Client, args: argparse.Namespace) -> tuple[Generation, Iterator[Event]]:
     from kvfork_client import Mark
 
     text = args.prompt
@@ -59,23 +65,36 @@ def _start(client: Client, args: argparse.Namespace) -> Generation:
     marks = []
     if args.mark_prompt_end is not None:
         marks.append(Mark.prompt_end(flags.save_options(args, args.mark_prompt_end)))
-    return client.generate(
-        None if text is None else flags.as_turn(text, raw=args.raw, system=args.system),
-        None if args.parent is None else flags.full_name(args.parent),
-        model=args.model,
-        sampling=flags.sampling(args),
-        stopping=flags.stopping(args),
-        save=False if args.save is None else flags.save_options(args, args.save),
-        marks=marks,
-        progress=args.json or sys.stderr.isatty(),
-    )
+    given = None if text is None else flags.as_turn(text, raw=args.raw, system=args.system)
+
+    def start(append: InputLike | None) -> Generation:
+        return client.generate(
+            append,
+            None if args.parent is None else flags.full_name(args.parent),
+            model=args.model,
+            sampling=flags.sampling(args),
+            stopping=flags.stopping(args),
+            save=False if args.save is None else flags.save_options(args, args.save),
+            marks=marks,
+            progress=args.json or sys.stderr.isatty(),
+        )
+
+    forms = appended(given) if given is not None and args.parent is not None else [given]
+    if len(forms) == 1:
+        generation = start(forms[0])
+        return generation, generation.events()  # not waited for, so that Ctrl-C finds it even in the queue
+
+    def take(form: InputLike | None) -> tuple[Generation, Iterator[Event]]:
+        return admitted(start(form))
+
+    return first_taken([functools.partial(take, form) for form in forms])[1]
 
 
-def _stream_text(generation: Generation) -> None:
+def _stream_text(generation: Generation, events: Iterator[Event]) -> None:
     from kvfork_client import Delta, Progress
 
     shows_progress = False
-    for event in generation.events():
+    for event in events:
         if isinstance(event, Progress) and sys.stderr.isatty():
             shows_progress = True
             print(
@@ -109,10 +128,10 @@ def print_end(generation: Generation) -> None:
         print(f"ended by: {finished.reason.name.lower().replace('_', ' ')}", file=sys.stderr)
 
 
-def _stream_json(generation: Generation) -> None:
+def _stream_json(generation: Generation, events: Iterator[Event]) -> None:
     from kvfork_client import Finished
 
-    for event in generation.events():
+    for event in events:
         name = type(event).__name__.lower()
         if isinstance(event, Finished):
             output.print_json(event=name, text=generation.text, ttft=generation.ttft, **_fields(event))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import TYPE_CHECKING
 
 from service.cli import flags, output
+from service.cli.opening import appended, first_taken
 
 if TYPE_CHECKING:
-    from kvfork_client import InputLike, Snapshot
+    from kvfork_client import Snapshot
 
 SNAPSHOTS_EPILOG = """\
 examples:
@@ -148,11 +150,14 @@ def add_fork_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_fork(args: argparse.Namespace) -> int:
-    appends: list[InputLike | None] = (
-        [flags.as_turn(text, raw=args.raw) for text in args.append] if args.append else [None] * args.count
-    )
     with flags.connect(args) as client:
-        children = client.snapshot(flags.full_name(args.name)).fork(appends, options=flags.save_options(args))
+        parent, options = client.snapshot(flags.full_name(args.name)), flags.save_options(args)
+        if args.append:
+            forms = zip(*(appended(flags.as_turn(text, raw=args.raw)) for text in args.append), strict=True)
+            attempts = [functools.partial(parent.fork, list(form), options=options) for form in forms]
+            _, children = first_taken(attempts)
+        else:
+            children = parent.fork(args.count, options=options)
     if args.json:
         for child in children:
             output.print_json(snapshot=child)

@@ -285,6 +285,24 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(
     assert "(ended by: stopped)" in shown.err
 
 
+def test_ctrl_c_in_the_queue_gives_the_turn_up_and_not_the_chat(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(request: Any, context: Any) -> Any:
+        if request.input.chat.messages[-1].parts[0].text == "wait":
+            os.kill(os.getpid(), signal.SIGINT)
+            while context.is_active():
+                time.sleep(0.01)
+            return
+        yield from peer.Generate(request, context)
+
+    peer.answer = "ok"
+    peer.scripts["Generate"] = script
+    assert chat(peer, monkeypatch, "wait", "go") == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("ok\n", "(given up)\n")
+
+
 def test_at_a_terminal_it_greets_and_prompts(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     peer.answer = "ok"
     code = f"import test_cli_talk as t; a = t.parse('chat', '--address', '{peer.address}'); exit(a.run(a))"

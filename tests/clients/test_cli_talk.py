@@ -96,6 +96,37 @@ def test_generate_from_a_parent_needs_no_prompt(peer: Peer, kvfork: Kvfork) -> N
     assert not peer.requests("Generate")[0].HasField("input")
 
 
+@pytest.mark.parametrize("method", ["Generate", "Fork"])
+def test_a_turn_behind_one_that_broke_off_is_let_in(peer: Peer, kvfork: Kvfork, method: str) -> None:
+    peer.keep("half an ans", types.SnapshotOptions(snapshot_id="plan-0001"))
+    serve = getattr(peer, method)
+
+    def added(request: Any) -> list[types.Message]:
+        return list((request.input if method == "Generate" else request.branches[0].append).chat.messages)
+
+    def check(request: Any, context: Any) -> None:
+        if added(request)[0].role != types.ROLE_ASSISTANT:
+            refuse(context, "FAILED_PRECONDITION", "TURN_OPEN", "the last turn has no end")
+
+    def stream(request: Any, context: Any) -> Any:
+        check(request, context)
+        yield from serve(request, context)
+
+    def unary(request: Any, context: Any) -> Any:
+        check(request, context)
+        return serve(request, context)
+
+    peer.scripts[method] = stream if method == "Generate" else unary
+    words = (
+        ("generate", "go on", "--parent") if method == "Generate" else ("fork", "--append", "go on", "--append", "x")
+    )
+    assert kvfork(*words, "plan-0001") == 0
+    first, second = peer.requests(method)
+    user = types.Message(role=types.ROLE_USER, parts=[types.Part(text="go on")])
+    assert added(first) == [user]
+    assert added(second) == [types.Message(role=types.ROLE_ASSISTANT, parts=[types.Part(text="")]), user]
+
+
 def test_generate_as_json_prints_one_event_a_line(
     peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,8 +23,8 @@ from kvfork_client import (
     raw,
     tokens,
 )
-from kvfork_client.calls import generate_request
 from kvfork_client.encode import duration, input_message
+from kvfork_client.generating import generate_request
 from kvfork_client.health import check_request, check_status
 from kvfork_client.values import HealthStatus, Residency
 

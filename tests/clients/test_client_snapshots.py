@@ -148,6 +148,12 @@ def test_update_sends_only_what_is_given(peer: Peer, flavour: Flavour) -> None:
     assert list(request.update_mask.paths) == ["ttl"]
     assert request.snapshot == types.Snapshot(name=made.name, ttl=request.snapshot.ttl)
     assert request.snapshot.ttl.seconds == 120
+    flavour.do(made.update, expire_time=dt.datetime(2030, 1, 1, tzinfo=dt.UTC))
+    (_, request) = peer.requests("UpdateSnapshot")
+    assert list(request.update_mask.paths) == ["expire_time"]
+    assert request.snapshot.expire_time.ToDatetime(dt.UTC) == dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
+    with pytest.raises(ValueError, match="either a ttl or an expire_time"):
+        flavour.do(made.update, ttl=1, expire_time=dt.datetime(2030, 1, 1, tzinfo=dt.UTC))
     with pytest.raises(ValueError, match="nothing to change"):
         flavour.do(made.update)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import kvfork_client as package
 import pytest
-from kvfork_client.calls import GenerateOptions, generate_request
+from kvfork_client.generating import GenerateOptions, generate_request
 
 PAIRS = [
     (package.Client, package.AsyncClient),

@@ -15,11 +15,11 @@ then blocking or asynchronous (snapshots and generations), client or aio_client.
 from .aio_client import AsyncClient
 from .asynchronous import AsyncGeneration, AsyncSnapshot
 from .blocking import Generation, Snapshot
-from .calls import GenerateOptions
 from .client import Client
 from .endpoint import Tls
 from .errors import *  # noqa: F403 - the tree is drawn there; `errors.__all__` names it
 from .errors import __all__ as _error_names
+from .generating import GenerateOptions
 from .handles import ForkResult
 from .messages import (
     ChatInput,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -13,10 +14,10 @@ import grpc
 import grpc.aio
 
 from . import calls
-from .calls import GenerateOptions
 from .connection import AsyncByteStream, AsyncConnection, locally_cancelled, translate
 from .errors import Cancelled, KVForkError
 from .folding import Folding
+from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
 from .messages import InputLike, Release, Rounding, SaveOptions, Seconds, SnapshotRef
 from .values import (
@@ -60,7 +61,7 @@ class AsyncSnapshot(SnapshotHandle):
         **options: Unpack[GenerateOptions],
     ) -> AsyncGeneration:
         """Continues from here; see `AsyncClient.generate`."""
-        request = calls.generate_request(input, self, **options)
+        request = generate_request(input, self, **options)
         return AsyncGeneration(self._connection, request.SerializeToString(), timeout, source=self)
 
     async def fork(
@@ -127,12 +128,12 @@ class AsyncSnapshot(SnapshotHandle):
         *,
         labels: Mapping[str, str] | None = None,
         ttl: Seconds | None = None,
+        expire_time: dt.datetime | None = None,
         pinned: bool | None = None,
     ) -> Self:
-        """Changes what is given; empty labels take them all away."""
-        self.info = await self._ask(
-            calls.update_snapshot(self, labels=labels, ttl=ttl, expire_time=None, pinned=pinned)
-        )
+        """Changes what is given; empty labels take them all away. An expiry is a ttl or a moment with a time zone."""
+        call = calls.update_snapshot(self, labels=labels, ttl=ttl, expire_time=expire_time, pinned=pinned)
+        self.info = await self._ask(call)
         return self
 
     async def release(self, *, descendants: bool = False, stop_active: bool = False) -> tuple[str, ...]:
@@ -263,7 +264,7 @@ class AsyncGeneration(GenerationHandle[AsyncSnapshot]):
                 raise folding.error from None
             if message is grpc.aio.EOF:
                 raise folding.cut_short()
-            event = calls.read_event(message)
+            event = read_event(message)
             if event is None:
                 continue
             seen = folding.add(event, time.monotonic())

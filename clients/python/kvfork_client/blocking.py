@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +12,10 @@ from typing import Self, Unpack
 import grpc
 
 from . import calls
-from .calls import GenerateOptions
 from .connection import Connection, translate
 from .errors import Cancelled, KVForkError
 from .folding import Folding
+from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
 from .messages import InputLike, Release, Rounding, SaveOptions, Seconds, SnapshotRef
 from .values import (
@@ -57,7 +58,7 @@ class Snapshot(SnapshotHandle):
         **options: Unpack[GenerateOptions],
     ) -> Generation:
         """Continues from here; see `Client.generate`."""
-        request = calls.generate_request(input, self, **options)
+        request = generate_request(input, self, **options)
         return Generation(self._connection, request.SerializeToString(), timeout, source=self)
 
     def fork(
@@ -124,10 +125,12 @@ class Snapshot(SnapshotHandle):
         *,
         labels: Mapping[str, str] | None = None,
         ttl: Seconds | None = None,
+        expire_time: dt.datetime | None = None,
         pinned: bool | None = None,
     ) -> Self:
-        """Changes what is given; empty labels take them all away."""
-        self.info = self._ask(calls.update_snapshot(self, labels=labels, ttl=ttl, expire_time=None, pinned=pinned))
+        """Changes what is given; empty labels take them all away. An expiry is a ttl or a moment with a time zone."""
+        call = calls.update_snapshot(self, labels=labels, ttl=ttl, expire_time=expire_time, pinned=pinned)
+        self.info = self._ask(call)
         return self
 
     def release(self, *, descendants: bool = False, stop_active: bool = False) -> tuple[str, ...]:
@@ -253,7 +256,7 @@ class Generation(GenerationHandle[Snapshot]):
             except BaseException:  # an interrupt: the half-read stream cannot be taken up again
                 self.cancel()
                 raise
-            event = calls.read_event(message)
+            event = read_event(message)
             if event is None:
                 continue
             seen = folding.add(event, time.monotonic())

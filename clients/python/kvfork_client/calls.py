@@ -1,4 +1,4 @@
-"""Every unary call and the Generate request, built from the caller's values. Pure, and shared by both flavours.
+"""Every unary call, built from the caller's values. Pure, and shared by both flavours.
 
 A `Call` is what to send, where, and how to read the reply; `connection.py` carries it out. Calls that make snapshots
 get a request id unless the caller gives one, so that the same request sent again returns the same snapshot.
@@ -10,7 +10,7 @@ import datetime as dt
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 from google.protobuf import field_mask_pb2, timestamp_pb2
 from google.protobuf.message import Message as ProtoMessage
@@ -22,16 +22,13 @@ from kvfork.v1 import types_pb2 as types_pb
 from . import decode, encode
 from .health import check_request, check_status
 from .messages import (
-    Constraint,
     InputLike,
     Mark,
     Release,
     Rounding,
-    Sampling,
     SaveOptions,
     Seconds,
     SnapshotRef,
-    Stopping,
 )
 from .values import (
     CacheStats,
@@ -51,7 +48,6 @@ R = TypeVar("R")
 INFERENCE = "/kvfork.v1.InferenceService/"
 SNAPSHOTS = "/kvfork.v1.SnapshotService/"
 SERVER = "/kvfork.v1.ServerService/"
-GENERATE = INFERENCE + "Generate"
 MAX_NAMES_PER_EXTEND = 1000  # the contract's bound on ExtendSnapshotsRequest.names
 
 
@@ -70,81 +66,6 @@ class Page(Generic[R]):
 
     items: tuple[R, ...]
     next_page_token: str
-
-
-class GenerateOptions(TypedDict, total=False):
-    """The keyword options of `generate`, the same on clients and snapshots.
-
-    model: "models/{id}"; only needed without a parent on a server with several models.
-    save: True or SaveOptions keeps the final state as a snapshot; save_on_cancel needs a chosen snapshot_id.
-    marks: places to keep on the way; their snapshots appear in `Generation.marks` by index.
-    max_recompute_tokens: fail with RecomputeLimit rather than compute more of the parent again.
-    token_ids, top_logprobs, min_tokens_per_delta, progress: what the stream carries.
-    priority: higher goes first; 0 is normal.
-    """
-
-    model: str
-    sampling: Sampling | None
-    stopping: Stopping | None
-    save: SaveOptions | bool
-    save_on_cancel: bool
-    max_recompute_tokens: int | None
-    marks: Sequence[Mark]
-    constraint: Constraint | None
-    priority: int
-    request_id: str
-    token_ids: bool
-    top_logprobs: int | None
-    min_tokens_per_delta: int
-    progress: bool
-
-
-def generate_request(
-    input: InputLike | None = None,
-    parent: SnapshotRef | None = None,
-    *,
-    model: str = "",
-    sampling: Sampling | None = None,
-    stopping: Stopping | None = None,
-    save: SaveOptions | bool = False,
-    save_on_cancel: bool = False,
-    max_recompute_tokens: int | None = None,
-    marks: Sequence[Mark] = (),
-    constraint: Constraint | None = None,
-    priority: int = 0,
-    request_id: str = "",
-    token_ids: bool = False,
-    top_logprobs: int | None = None,
-    min_tokens_per_delta: int = 0,
-    progress: bool = False,
-) -> inference_pb.GenerateRequest:
-    """The request of `GenerateOptions`. No request id by default: a retry before Started computes nothing twice."""
-    keep = SaveOptions() if save is True else save or None
-    return inference_pb.GenerateRequest(
-        model=model,
-        parent=encode.snapshot_name(parent),
-        input=_input(input, parent),
-        sampling=None if sampling is None else encode.sampling_message(sampling),
-        stopping=None if stopping is None else encode.stopping_message(stopping),
-        output=inference_pb.OutputOptions(
-            token_ids=token_ids,
-            top_logprobs=top_logprobs,
-            min_tokens_per_delta=min_tokens_per_delta,
-            progress=progress,
-        ),
-        save=None if keep is None else encode.snapshot_options(keep),
-        save_on_cancel=save_on_cancel,
-        max_recompute_tokens=max_recompute_tokens,
-        marks=encode.mark_messages(marks),
-        constraint=None if constraint is None else encode.constraint_message(constraint),
-        priority=priority,
-        request_id=request_id,
-    )
-
-
-def read_event(data: bytes) -> decode.WireEvent | None:
-    """One message of the Generate stream; None for a kind this client does not know, which is to be skipped."""
-    return decode.event(_read(inference_pb.GenerateResponse, data))
 
 
 def create_snapshot(

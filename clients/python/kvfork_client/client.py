@@ -8,9 +8,9 @@ from typing import Self, Unpack
 
 from . import calls
 from .blocking import Generation, Snapshot, created
-from .calls import GenerateOptions
 from .connection import Connection
 from .endpoint import Tls, endpoint
+from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
 from .values import CacheStats, Extended, HealthStatus, ModelInfo, ServerInfo, SnapshotInfo, TokenCount
 
@@ -60,7 +60,7 @@ class Client:
 
         Errors come out of the returned object, the first time it is read.
         """
-        request = calls.generate_request(input, parent, **options)
+        request = generate_request(input, parent, **options)
         source = parent if isinstance(parent, Snapshot) else None
         return Generation(self._connection, request.SerializeToString(), timeout, source=source)
 

@@ -12,9 +12,10 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from .calls import GENERATE, Call
+from .calls import Call
 from .endpoint import Endpoint
 from .errors import Cancelled, KVForkError
+from .generating import GENERATE
 from .status import from_status
 
 R = TypeVar("R")
