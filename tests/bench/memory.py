@@ -1,0 +1,197 @@
+"""Memory of many long conversations that are all kept, and of a fork; and that every one comes back exactly.
+
+The server runs with a memory budget that holds half of the conversations' global state. *Base* is its resident memory
+when two conversations of the same length have run and were let go of, less what its store still holds: the loaded
+model and the working memory of one prefill. `memory.extra_over_budget` is the growth from there to when all
+conversations are kept, over the budget and one active row. What the process grew by since the model was loaded,
+working memory included, is in the same line as `beyond_loaded_mib`.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from tests.bench.ours import TIMED, Reply, Server, raw
+from tests.bench.report import Figure, Options, emit, note, resident_bytes
+from tests.bench.texts import some_tokens
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """One kept conversation."""
+
+    prompt: list[int]
+    at_prompt: str  # snapshot of the prompt's end
+
+
+def run(options: Options) -> None:
+    model = options.model or "tiny-gemma3"
+    length = 600 if options.quick else 4000
+    count = 3 if options.quick else 8
+    _kept(model, length, count)
+    _fork(model, length, 8)
+
+
+def _kept(model: str, length: int, count: int) -> None:
+    with ExitStack() as stack:
+        probe = stack.enter_context(Server(model))
+        facts = probe.get_model()
+        budget = max(MIB, count * length * facts.bytes_per_token // 2)
+    with Server(model, "--memory-bytes", str(budget), "--disk-bytes", "2GiB", program=TIMED) as server:
+        server.generate(raw(tokens=some_tokens(8, 1, facts.vocab_size)), 4)
+        loaded = resident_bytes(server.pid)
+        for number in range(2):
+            talk = _talk(server, length, 900 + number, facts.vocab_size)
+            server.delete(talk.at_prompt)
+        base = resident_bytes(server.pid) - server.stats().memory_bytes
+        talks: list[Talk] = []
+        grown: list[int] = []
+        for number in range(count):
+            talks.append(_talk(server, length, number, facts.vocab_size))
+            grown.append(resident_bytes(server.pid))
+            note(f"  conversation {number + 1}: resident {grown[-1] / MIB:.1f} MiB, {server.stats().memory_bytes} held")
+        extra = grown[-1] - base
+        turns = [some_tokens(16, 500 + number, facts.vocab_size) for number in range(count)]
+        warm = [
+            server.generate(raw(tokens=turn), 4, parent=talk.at_prompt, ids=True, top_logprobs=5)
+            for talk, turn in zip(talks, turns, strict=True)
+        ]
+        stats = server.stats()
+        active = max(step["active"] for step in server.ended_steps())
+    with Server(model) as fresh:
+        cold = [
+            fresh.generate(raw(tokens=[*talk.prompt, *turn]), 4, mark_at=length, ids=True, top_logprobs=5)
+            for talk, turn in zip(talks, turns, strict=True)
+        ]
+    assert not any(reply.usage.cached_tokens for reply in cold)
+    emit(
+        Figure(
+            metric="memory.extra_over_budget",
+            value=extra / (active + budget),
+            unit="ratio",
+            ours=extra / MIB,
+            against=(active + budget) / MIB,
+            peer="active row and memory budget",
+            model=model,
+            n=count,
+            extra={
+                "sides_unit": "MiB",
+                "budget_mib": budget / MIB,
+                "active_mib": active / MIB,
+                "beyond_loaded_mib": (grown[-1] - loaded) / MIB,
+                "working_mib": (base - loaded) / MIB,
+                "last_half_mib": (grown[-1] - grown[count // 2 - 1]) / MIB,
+                "disk_mib": stats.disk_bytes / MIB,
+                "evictions": stats.evictions,
+            },
+        )
+    )
+    emit(
+        Figure(
+            metric="memory.restored_exactly",
+            value=sum(_same(a, b) for a, b in zip(warm, cold, strict=True)) / count,
+            unit="share",
+            model=model,
+            n=count,
+            peer="the same prompt and turn on a server that has seen nothing",
+            extra={
+                "disk_tokens": sum(reply.usage.disk_tokens for reply in warm),
+                "memory_tokens": sum(reply.usage.memory_tokens for reply in warm),
+                "recomputed_tokens": sum(reply.usage.recomputed_tokens for reply in warm),
+            },
+        )
+    )
+
+
+def _talk(server: Server, length: int, seed: int, vocab: int) -> Talk:
+    prompt = some_tokens(length, seed, vocab)
+    reply = server.generate(raw(tokens=prompt), 16, mark_prompt_end=True, save=True)
+    if seed >= 900:  # a warm-up: nothing of it is to stay
+        server.delete(reply.snapshot)
+    return Talk(prompt, reply.marked[0].name)
+
+
+def _same(a: Reply, b: Reply) -> bool:
+    """Token ids and every reported log-probability, bit for bit."""
+    return a.ids == b.ids and [p.SerializeToString() for p in a.logprobs] == [p.SerializeToString() for p in b.logprobs]
+
+
+def _fork(model: str, length: int, branches: int) -> None:
+    suffix = 64
+    with Server(model, "--max-batch", str(branches), program=TIMED) as server:
+        facts = server.get_model()
+        parent = server.create_snapshot(raw(tokens=some_tokens(length, 77, facts.vocab_size))).snapshot
+        alone = _stored(server)
+        # What a token of state weighs in every layer, measured: a snapshot of `suffix` tokens and nothing else.
+        server.create_snapshot(raw(tokens=some_tokens(suffix, 78, facts.vocab_size)))
+        state = _stored(server) - alone
+        before = _stored(server)
+        appends = [raw(tokens=some_tokens(suffix, 100 + n, facts.vocab_size)) for n in range(branches)]
+        forked = server.fork(parent.name, appends)
+        grown = _stored(server) - before
+        names = [snapshot.name for snapshot in forked.snapshots]
+        everyone = threading.Barrier(branches)
+
+        def go_on(name: str) -> Reply:
+            everyone.wait()
+            return server.generate(None, 16, parent=name)
+
+        with ThreadPoolExecutor(branches) as pool:
+            replies = list(pool.map(go_on, names))
+        recomputed = sum(reply.usage.recomputed_tokens for reply in replies)
+        steps = server.ended_steps()
+        together = max((step["active"] for step in steps if step["rows"] == branches), default=0.0)
+        one = _first_peak([step["active"] for step in steps])
+    ideal = alone + branches * state
+    emit(
+        Figure(
+            metric=f"memory.fork{branches}_over_ideal",
+            value=(alone + grown) / ideal,
+            unit="ratio",
+            ours=(alone + grown) / MIB,
+            against=ideal / MIB,
+            peer=f"bytes stored for the prefix and {branches} times the suffix alone",
+            model=model,
+            n=1,
+            extra={
+                "sides_unit": "MiB",
+                "grown_over_suffixes": grown / (branches * state),
+                "recomputed_tokens": recomputed,
+                "usage_new": forked.usage.new_tokens,
+            },
+        )
+    )
+    if together:
+        emit(
+            Figure(
+                metric=f"memory.fork{branches}_active_over_ideal",
+                value=together / (one + branches * state),
+                unit="ratio",
+                ours=together / MIB,
+                against=(one + branches * state) / MIB,
+                peer=f"working caches of one such row, and {branches} times the suffix",
+                model=model,
+                n=1,
+                extra={"sides_unit": "MiB", "over_one_row": together / one},
+            )
+        )
+
+
+def _first_peak(active: list[float]) -> float:
+    """Working bytes of the first row, which ran alone: the highest value before they fall to nothing."""
+    peak = 0.0
+    for value in active:
+        if peak and not value:
+            break
+        peak = max(peak, value)
+    return peak
+
+
+def _stored(server: Server) -> int:
+    stats = server.stats()
+    return int(stats.memory_bytes + stats.disk_bytes)

@@ -1,0 +1,113 @@
+"""The peer: `mlx_lm.server` from the same environment, over its own HTTP completions endpoint."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+
+from tests.bench.ours import CALL_SECONDS, START_SECONDS, Process
+
+NAME = f"mlx_lm.server {version('mlx-lm')}"
+
+# Its defaults batch 32 decodes and 8 prompts, enough for every bench here; the prompt cache must hold what a bench
+# comes back to.
+FLAGS = ("--decode-concurrency", "32", "--prompt-concurrency", "8", "--prompt-cache-size", "32", "--log-level", "WARNING")
+
+
+@dataclass(slots=True)
+class PeerReply:
+    """One completion as its client saw it. Times as in `ours.Reply`; `times` has one entry an event."""
+
+    sent: float
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    done: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+
+class Peer:
+    """A running `mlx_lm.server`."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "tests.bench.peer_main", str(folder)]
+        self.process = Process([*command, "--host", "127.0.0.1", "--port", str(self._port), *FLAGS, *flags])
+
+    def __enter__(self) -> Peer:
+        until = time.monotonic() + START_SECONDS
+        try:
+            while not self._answers():
+                self.process.check()
+                if time.monotonic() > until:
+                    raise TimeoutError(f"{NAME} did not come up:\n{self.process.log_tail()}")
+                time.sleep(0.1)
+            self.complete("Warm up.", 2)  # the model is loaded beside the HTTP server: wait for it as well
+        except BaseException:
+            self.process.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.stop()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def complete(self, prompt: str, max_tokens: int) -> PeerReply:
+        """Greedy completion of a raw text, streamed; returns when it has ended."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=CALL_SECONDS)
+        reply = PeerReply(sent=time.perf_counter())
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"{NAME} answered {response.status}: {response.read()!r}")
+        while line := response.readline():
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[6:])
+            if event.get("usage"):
+                usage = event["usage"]
+                reply.prompt_tokens = usage["prompt_tokens"]
+                reply.completion_tokens = usage["completion_tokens"]
+                reply.cached_tokens = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+            if event["choices"]:
+                text = event["choices"][0].get("text", "")
+                if text or event["choices"][0].get("finish_reason"):
+                    reply.times.append(time.perf_counter())
+                    reply.text += text
+        reply.done = time.perf_counter()
+        connection.close()
+        return reply
+
+    def _answers(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1)
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False

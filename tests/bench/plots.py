@@ -1,0 +1,32 @@
+"""The plots under docs/plots. Owns how they look; the figures come from the benches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def draw_chat(
+    path: Path, widths: Sequence[int], *, ours: Sequence[float], peer: Sequence[float], peer_name: str, model: str
+) -> None:
+    """Tokens per second of all chats by how many there are."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), dpi=100)
+    axes.plot(widths, ours, marker="o", label="kvfork")
+    axes.plot(widths, peer, marker="s", linestyle="--", label=peer_name)
+    axes.set_xticks(list(widths))
+    axes.set_xlabel("chats at once")
+    axes.set_ylabel("new tokens per second, all chats")
+    axes.set_title(f"{model}: 100 words in, prefill included", fontsize=10)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No date or version inside the file: the same figures make the same bytes.
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
