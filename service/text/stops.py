@@ -70,8 +70,6 @@ class StopMatcher:
         node = self._node
         while character not in node.next and node.fail is not None:
             node = node.fail
-            if self._best is not None and at - node.depth > self._best[0]:
-                return True
         node = self._node = node.next.get(character, self._root)
         end = at + 1
         if node.longest and (self._best is None or end - node.longest <= self._best[0]):

@@ -70,7 +70,7 @@ class Markers:
         )
         user_start = answer_end + len(shape.closer)
         self.user = self._piece(going, user_start, going.index(shape.sentinels.next_user)).strip()
-        if not self.assistant or self.assistant in self.user:
+        if self.assistant in self.user:  # an empty one too
             raise not_appendable("nothing in it marks where an assistant turn begins")
         self.header = opening[opening.rfind(self.assistant) :]
         self.last_header = last_opening[last_opening.rfind(self.assistant) :]

@@ -120,6 +120,14 @@ MOVES_ANSWER_MARKER = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Not just an empty block less: earlier answers get a text of their own.
+MARKS_EARLIER_ANSWERS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{{ '<think></think>' if loop.last else '(earlier) ' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 MOVES_CLOSER = (
     "{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + ('<|endoftext|>' if loop.last else '<|im_end|>') }}"

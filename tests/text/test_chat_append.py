@@ -334,6 +334,7 @@ UNFIT = {
     "moves-system": t.MOVES_SYSTEM,
     "moves-user-marker": t.MOVES_USER_MARKER,
     "moves-answer-marker": t.MOVES_ANSWER_MARKER,
+    "marks-earlier-answers": t.MARKS_EARLIER_ANSWERS,
     "moves-closer": t.MOVES_CLOSER,
     "prompt-changes-user": t.PROMPT_CHANGES_USER,
     "drops-user": t.DROPS_USER,

@@ -111,6 +111,8 @@ def test_special_tokens_are_added_around_the_whole_input_and_never_behind_a_pare
     with pytest.raises(InvalidField) as error:
         llama2.encode_raw(raw, with_parent=True)
     assert error.value.fields[0].field == "input.raw.add_special_tokens"
+    behind_ids = RawInput(parts=(TokenPart((9,)), TextPart("two")))
+    assert llama2.encode_raw(behind_ids, with_parent=False) == [9, *llama2.encode_continuation("two")]
     plain = RawInput(parts=parts[:1])
     assert llama2.encode_raw(plain, with_parent=True) == llama2.encode_continuation("one")
 
