@@ -69,6 +69,8 @@ def append(
     """
     renderer = Renderer(codec, chat.template_vars, at)
     turns, placeholders = to_turns(chat)
+    if not turns:
+        raise InvalidField.at(f"{at}.messages", "must not be empty")
     shape = learn(renderer, Sentinels.apart_from([turn.content for turn in turns], chat.template_vars))
     place = locate(codec, shape, context, renderer)
     growth = (

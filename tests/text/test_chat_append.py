@@ -373,6 +373,13 @@ def test_a_template_that_repeats_an_earlier_turn_is_refused(tmp_path):
         chat.append(codec, context, turns(("user", "Bye")))
 
 
+def test_no_turns_at_all_are_the_call_s_error(tmp_path):
+    codec = tiny_codecs.codec(tmp_path, t.CHATML)
+    for call in (lambda: chat.render(codec, ChatInput(messages=())), lambda: chat.append(codec, [1], turns())):
+        with pytest.raises(InvalidField):
+            call()
+
+
 def test_what_the_template_says_of_new_turns_reaches_the_caller(tmp_path):
     codec = tiny_codecs.codec(tmp_path, t.GEMMA, eos="<end_of_turn>")
     context = whole(codec, ("user", "Hi")) + codec.encode("Hello.<end_of_turn>")
