@@ -437,7 +437,9 @@ class PrefixCache:
                             found = tail if self._restorable(tail) else found
                 if found is None and self.layout.trimmable and self._has(RecordId(through.source, RecordKind.FULL)):
                     found = self._tree.add(base, head, trimmed_schedule(through.source))
-                    found.source = through.source
+                    if found.borrows is None:
+                        found.borrows = through
+                        through.holds += 1
             if found is not None:
                 found.holds += 1
             return found
@@ -572,6 +574,8 @@ class PrefixCache:
             if any(self._has(RecordId(here.key, kind)) for kind in (*self.layout.kinds, RecordKind.LOGITS)):
                 continue
             todo += self._tree.discard(here)
+            if here.borrows is not None:
+                self._unhold(here.borrows)
 
     def _forget_lost(self) -> None:
         """Takes note of records that the store gave up."""

@@ -16,7 +16,7 @@ from kvcache.receipt import MissReason
 class Node:
     """Tokens [start, end) behind `parent`. Made and dropped by `BlockTree` only."""
 
-    __slots__ = ("children", "content", "holds", "key", "lost", "parent", "schedule", "source", "start", "tokens")
+    __slots__ = ("borrows", "children", "content", "holds", "key", "lost", "parent", "schedule", "start", "tokens")
 
     def __init__(
         self, key: BlockKey, content: ContentKey, parent: Node | None, tokens: Sequence[int], schedule: bytes
@@ -27,7 +27,7 @@ class Node:
         self.start = parent.end if parent else 0
         self.tokens = array("I", tokens)
         self.schedule = schedule
-        self.source: BlockKey = key  # where the FULL record lies; differs for a block trimmed from a longer one
+        self.borrows: Node | None = None  # a block trimmed from a longer one reads that one's FULL record, and holds it
         self.children: set[Node] = set()
         self.holds = 0  # snapshots and sequences
         self.lost = MissReason.NOT_WRITTEN  # why a record of this node is missing, if one is
@@ -35,6 +35,11 @@ class Node:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def source(self) -> BlockKey:
+        """Whose FULL record has this node's tokens."""
+        return self.borrows.source if self.borrows is not None else self.key
 
     @property
     def is_tail(self) -> bool:

@@ -227,3 +227,18 @@ def test_rows_in_one_batch_give_the_tokens_they_give_alone(tiny: Rig) -> None:
         alone = [tiny.run(p, generate=24, sampling=sampling).tokens for p in prompts]
         together = [tiny.submit(p, generate=24, sampling=sampling) for p in prompts]
         assert [t.wait().tokens for t in together] == alone
+
+
+def test_a_trimmed_block_outlives_the_snapshot_it_was_cut_from() -> None:
+    rig = open_rig("tiny-llama")
+    prompt = prompt_of(rig, 300, seed=30)
+    answer = rig.run(prompt, generate=12, save=True)
+    end = answer.nodes[312]
+    back = rig.cache.cut(end, 305)
+    assert back is not None
+    rig.cache.let_go(end)  # as releasing its snapshot does
+    tokens = [*prompt, *answer.tokens[:5], 33, 34]
+    warm = rig.run(tokens, base=back, keep=[307])
+    assert warm.usage is not None
+    assert (warm.usage.cached_tokens, warm.usage.recomputed_tokens, warm.usage.new_tokens) == (305, 0, 2)
+    rig.close()
