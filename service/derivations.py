@@ -33,7 +33,7 @@ class Derivations:
         handles.check_new(owner, [call.options, *(m.options for m in call.marks)])
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
-            prompt = await self._rt.prompt(loaded, parent, call.input)
+            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
             end = len(prompt.tokens)
             check_room(end, loaded.view, needs=0)
             places = mark_positions(call.marks, prompt)

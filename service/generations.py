@@ -31,7 +31,7 @@ class Generations:
             handles.check_new(owner, [m.options for m in call.marks])
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
-            prompt = await self._rt.prompt(loaded, parent, call.input)
+            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
             check_room(len(prompt.tokens), loaded.view, needs=1)
             places = mark_positions(call.marks, prompt)
             seed = call.sampling.seed if call.sampling.seed is not None else secrets.randbits(32)

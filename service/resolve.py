@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from service.errors import InvalidField
 from service.events import ModelView
-from service.request import ChatInput, Input, Landmark, Mark, RawInput, Sampling, TokenPart
+from service.request import ChatInput, Input, Landmark, Mark, Part, RawInput, Sampling, TokenPart
 from service.text import chat
 from service.text.tokens import TextCodec
 
@@ -31,28 +31,42 @@ class Prompt:
         return self.tokens[self.parent_tokens :]
 
 
-def resolve_prompt(codec: TextCodec, model: ModelView, context: Sequence[int], given: Input | None, at: str) -> Prompt:
+def resolve_prompt(
+    codec: TextCodec,
+    model: ModelView,
+    context: Sequence[int],
+    given: Input | None,
+    marks: Sequence[Mark] = (),
+    at: str = "input",
+) -> Prompt:
     """The context after `given`; `at` is the field path for errors. Raises InvalidField, TurnOpen, Template…"""
     tokens = array("I", context)
     text = ""
-    ends: tuple[int | None, ...] = ()
+    message_ends: tuple[int | None, ...] = ()
     if isinstance(given, RawInput):
-        check_token_ids(given, model, f"{at}.raw")
+        check_token_ids(given.parts, model, f"{at}.raw")
         added = codec.encode_raw(given, with_parent=bool(context))
         tokens.extend(added)
     elif isinstance(given, ChatInput):
-        rendered = chat.append(codec, context, given) if context else chat.render(codec, given)
+        for m, message in enumerate(given.messages):
+            check_token_ids(message.parts, model, f"{at}.chat.messages[{m}]")
+        ends = {mark.message_count for mark in marks if mark.message_count is not None}  # each costs a rendering
+        at_chat = f"{at}.chat"
+        if context:
+            rendered = chat.append(codec, context, given, ends=ends, at=at_chat)
+        else:
+            rendered = chat.render(codec, given, ends=ends, at=at_chat)
         tokens.extend(rendered.tokens)
         text = rendered.text
-        ends = tuple(end + len(context) if end is not None else None for end in rendered.message_ends)
+        message_ends = tuple(end + len(context) if end is not None else None for end in rendered.message_ends)
     if not tokens:
         raise InvalidField.at(at, "gives no tokens, and there is no parent: there is nothing to continue")
-    return Prompt(tokens=tokens, parent_tokens=len(context), text=text, message_ends=ends)
+    return Prompt(tokens=tokens, parent_tokens=len(context), text=text, message_ends=message_ends)
 
 
-def check_token_ids(given: RawInput, model: ModelView, at: str) -> None:
+def check_token_ids(parts: Sequence[Part], model: ModelView, at: str) -> None:
     """Token ids taken verbatim must be in the vocabulary."""
-    for p, part in enumerate(given.parts):
+    for p, part in enumerate(parts):
         if not isinstance(part, TokenPart):
             continue
         for i, token in enumerate(part.ids):

@@ -127,9 +127,17 @@ class Runtime:
     async def in_text_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
 
-    async def prompt(self, loaded: Loaded, parent: Snapshot | None, given: Input | None, at: str = "input") -> Prompt:
+    async def prompt(
+        self,
+        loaded: Loaded,
+        parent: Snapshot | None,
+        given: Input | None,
+        marks: Sequence[Mark] = (),
+        at: str = "input",
+    ) -> Prompt:
+        """The parent's tokens and what `given` adds, tokenized on the text thread."""
         context = parent.node.all_tokens() if parent else ()
-        return await self.in_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, at))
+        return await self.in_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, marks, at))
 
     def submit(self, work: Work) -> tuple[Channel, RowId]:
         assert self.loaded is not None

@@ -53,3 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `kvfork … | head`: whoever read has read enough
+        sys.stderr.close()
+        return 0

@@ -30,6 +30,7 @@ _RESERVED_VARS = frozenset(
         "padding",
         "return_assistant_tokens_mask",
         "return_dict",
+        "sanitize_control_tokens",
         "return_tensors",
         "tokenize",
         "tokenizer_kwargs",
