@@ -49,9 +49,10 @@ def plan_restore(
 ) -> RestorePlan | None:
     """The deepest usable position at or before `target` on `path`; None if there is none.
 
-    `path` covers `target`. `more_follows`: tokens will be computed behind `target`, so its logits are not needed.
-    Time is linear in the length of the path.
+    `path` covers `target` and may go on. `more_follows`: tokens will be computed behind `target`, so its logits are
+    not needed. Time is linear in the length of the path.
     """
+    path = [node for node in path if node.start < target]  # what is lost beyond it does not matter
     usable = len(path)
     if RecordKind.FULL in layout.kinds:
         for i, node in enumerate(path):

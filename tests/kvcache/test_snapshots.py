@@ -1,0 +1,230 @@
+"""Names: whose they are, how many, how they end, and what a caller is told about one that is gone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcache.blocks import root_key
+from kvcache.snapshots import (
+    TOMBSTONE_LIMIT,
+    TOMBSTONE_SECONDS,
+    GoneReason,
+    GoneSnapshot,
+    Snapshot,
+    SnapshotLimit,
+    SnapshotRegistry,
+    TakenSnapshotId,
+    UnknownSnapshot,
+)
+from kvcache.tree import BlockTree, Node
+
+TREE = BlockTree()
+
+
+def node_at(end: int) -> Node:
+    return TREE.add(TREE.root(root_key("model", "owner")), [1] * end, b"P")
+
+
+class Names:
+    """A registry and what it let go of."""
+
+    def __init__(self, *, most: int = 100, pinned: int = 2) -> None:
+        self.forgotten: list[str] = []
+        self.registry = SnapshotRegistry(
+            max_per_owner=most, max_pinned=pinned, forget=lambda snapshot: self.forgotten.append(snapshot.id)
+        )
+
+    def add(self, id: str, *, owner: str = "a", end: int = 10, lineage: str = "", now: float = 0.0, ttl: float = 10.0,
+            pinned: bool = False) -> Snapshot:  # fmt: skip
+        snapshot = Snapshot(
+            id=id, owner=owner, node=node_at(end), lineage=tuple(lineage.split()), created=now, last_use=now, ttl=ttl,
+            expires=now + ttl, pinned=pinned,
+        )  # fmt: skip
+        self.registry.add(snapshot)
+        return snapshot
+
+    def ids(self, owner: str = "a") -> list[str]:
+        return [s.id for s in self.registry.of(owner)]
+
+
+@pytest.fixture
+def names() -> Names:
+    return Names()
+
+
+def test_a_name_is_seen_by_its_owner_only(names: Names) -> None:
+    mine, theirs = names.add("x", owner="a"), names.add("x", owner="b")
+    assert (names.registry.find("a", "x", 0), names.registry.find("b", "x", 0)) == (mine, theirs)
+    for owner, name in (("c", "x"), ("a", "y"), ("", "x")):
+        with pytest.raises(UnknownSnapshot):
+            names.registry.find(owner, name, 0)
+    names.registry.drop(theirs, GoneReason.DELETED, 1)
+    assert names.registry.find("a", "x", 1) is mine
+    with pytest.raises(UnknownSnapshot):  # not even a tombstone shows through to others
+        names.registry.find("c", "x", 1)
+
+
+def test_a_taken_name_changes_nothing_and_is_free_again_once_it_ended(names: Names) -> None:
+    first = names.add("x")
+    with pytest.raises(TakenSnapshotId):
+        names.add("x", end=20)
+    assert (list(names.registry), names.forgotten) == ([first], [])
+    names.registry.drop(first, GoneReason.DELETED, 1)
+    second = names.add("x", end=20)
+    assert names.registry.find("a", "x", 2) is second  # no tombstone in its way
+
+
+def test_limits_are_per_owner_and_refuse_before_anything_changed() -> None:
+    names = Names(most=3, pinned=1)
+    names.add("p", pinned=True)
+    with pytest.raises(SnapshotLimit) as error:
+        names.add("q", pinned=True)
+    assert (error.value.limit, error.value.pinned) == (1, True)
+    names.add("q")
+    names.add("r")
+    with pytest.raises(SnapshotLimit) as error:
+        names.add("s")
+    assert (error.value.limit, error.value.pinned) == (3, False)
+    assert sorted(names.ids()) == ["p", "q", "r"]
+    names.add("s", owner="b", pinned=True)
+    names.registry.check_room("b", count=2, pinned=0)
+    for count, pinned in ((3, 0), (1, 1)):
+        with pytest.raises(SnapshotLimit):
+            names.registry.check_room("b", count=count, pinned=pinned)
+
+
+@pytest.mark.parametrize("reason", GoneReason)
+def test_a_gone_name_tells_why_and_when_for_an_hour(names: Names, reason: GoneReason) -> None:
+    snapshot = names.add("x")
+    names.registry.drop(snapshot, reason, 5)
+    names.registry.drop(snapshot, GoneReason.DELETED, 7)  # the second time is harmless
+    for now in (5, 5 + TOMBSTONE_SECONDS - 1):
+        with pytest.raises(GoneSnapshot) as error:
+            names.registry.find("a", "x", now)
+        assert (error.value.reason, error.value.when, error.value.snapshot_id) == (reason, 5, "x")
+    with pytest.raises(UnknownSnapshot):
+        names.registry.find("a", "x", 5 + TOMBSTONE_SECONDS)
+    assert names.forgotten == ["x"]
+
+
+def test_names_expire_when_their_time_is_over_unless_pinned_or_in_use(names: Names) -> None:
+    names.add("late", ttl=20)
+    names.add("pinned", pinned=True)
+    used = names.add("used")
+    names.add("idle")
+    used.uses = 1
+    assert names.registry.expire(9.9) == []
+    assert [s.id for s in names.registry.expire(10)] == ["idle"]
+    assert sorted(names.ids()) == ["late", "pinned", "used"]
+    used.uses = 0
+    with pytest.raises(GoneSnapshot) as error:  # found too late is gone as well, without a sweep
+        names.registry.find("a", "used", 10)
+    assert error.value.reason is GoneReason.EXPIRED
+    assert names.forgotten == ["idle", "used"]
+
+
+def test_use_pushes_the_end_out_and_never_in(names: Names) -> None:
+    snapshot = names.add("x", ttl=10)
+    snapshot.touch(4)
+    assert (snapshot.last_use, snapshot.expires) == (4, 14)
+    snapshot.touch(2)  # a clock that went back
+    assert (snapshot.last_use, snapshot.expires) == (4, 14)
+    snapshot.ttl = 1
+    snapshot.touch(6)
+    assert (snapshot.last_use, snapshot.expires) == (6, 14)
+
+
+def test_tombstones_are_bounded_oldest_first(names: Names) -> None:
+    for number in range(TOMBSTONE_LIMIT + 5):
+        names.registry.drop(names.add(str(number), owner=str(number % 7)), GoneReason.DELETED, 0)
+    for number in (0, 4):
+        with pytest.raises(UnknownSnapshot):
+            names.registry.find(str(number % 7), str(number), 1)
+    for number in (5, TOMBSTONE_LIMIT + 4):
+        with pytest.raises(GoneSnapshot):
+            names.registry.find(str(number % 7), str(number), 1)
+
+
+def test_descendants_are_found_through_names_that_are_gone(names: Names) -> None:
+    names.add("root")
+    middle = names.add("middle", lineage="root")
+    names.add("leaf", lineage="root middle")
+    names.add("other", lineage="elsewhere")
+    names.add("root", owner="b")
+    names.add("foreign", owner="b", lineage="root")
+    names.registry.drop(middle, GoneReason.DELETED, 1)
+    assert [s.id for s in names.registry.descendants(names.registry.find("a", "root", 1))] == ["leaf"]
+
+
+def test_a_rollback_gives_up_its_own_branch_beyond_the_cut_and_nothing_else(names: Names) -> None:
+    names.add("prompt", end=100)
+    names.add("answer", end=150, lineage="prompt", now=1)
+    source = names.add("more", end=200, lineage="prompt answer", now=2)
+    names.add("after", end=220, lineage="prompt answer more", now=3)
+    names.add("kept", end=230, lineage="prompt answer more", now=4, pinned=True)
+    names.add("cut off", end=100, lineage="prompt answer more", now=5)  # an earlier rollback of the same line
+    names.add("sibling", end=180, lineage="prompt", now=6)
+    names.add("cousin", end=190, lineage="prompt answer", now=7)
+
+    def given_up(cut: int) -> list[str]:
+        return [s.id for s in names.registry.abandoned_by(source, cut)]
+
+    assert given_up(200) == ["after"]
+    assert given_up(160) == ["more", "after"]
+    assert given_up(100) == ["answer", "more", "after", "cousin"]
+    assert given_up(99) == ["prompt", "answer", "more", "after", "cut off", "sibling", "cousin"]
+
+
+def test_random_histories_keep_every_index_in_step() -> None:
+    rng = random.Random(4)
+    names = Names(most=8, pinned=2)
+    registry = names.registry
+    live: dict[tuple[str, str], Snapshot] = {}
+    ended: dict[tuple[str, str], tuple[GoneReason, float]] = {}
+    now = 0.0
+    for _ in range(8_000):
+        now += rng.choice([0, 0.5, 3])
+        owner, name = rng.choice("ab"), rng.choice("0123456789")
+        key = (owner, name)
+        over = {k for k, s in live.items() if not s.pinned and not s.uses and s.expires <= now}
+        match rng.choice(["add", "add", "drop", "use", "find", "expire"]):
+            case "add":
+                pinned = rng.random() < 0.2
+                mine = [s for s in live.values() if s.owner == owner]
+                fits = len(mine) < 8 and not (pinned and sum(s.pinned for s in mine) >= 2)
+                try:
+                    live[key] = names.add(name, owner=owner, now=now, ttl=rng.choice([2, 40]), pinned=pinned)
+                    assert fits
+                    ended.pop(key, None)
+                except TakenSnapshotId:
+                    assert key in live
+                except SnapshotLimit:
+                    assert not fits
+            case "drop" if key in live:
+                registry.drop(live.pop(key), GoneReason.ROLLED_BACK, now)
+                ended[key] = (GoneReason.ROLLED_BACK, now)
+            case "use" if key in live:
+                live[key].uses = 1 - live[key].uses
+            case "find":
+                try:
+                    assert registry.find(owner, name, now) is live[key]
+                    assert key not in over
+                except GoneSnapshot as gone:
+                    if key in over:
+                        ended[key] = (GoneReason.EXPIRED, now)
+                        del live[key]
+                    assert ended[key] == (gone.reason, gone.when)
+                except UnknownSnapshot:
+                    assert key not in live
+                    assert key not in ended or now - ended[key][1] >= TOMBSTONE_SECONDS
+            case "expire":
+                assert {(s.owner, s.id) for s in registry.expire(now)} == over
+                for k in over:
+                    ended[k] = (GoneReason.EXPIRED, now)
+                    del live[k]
+        assert {(s.owner, s.id): s for s in registry} == live
+        assert len(registry) == len(live)
+        for who in "ab":
+            assert {s.id for s in registry.of(who)} == {k[1] for k in live if k[0] == who}
