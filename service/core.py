@@ -32,6 +32,7 @@ from service.scheduler import Scheduler, SchedulerConfig, State
 
 log = logging.getLogger("kvfork.core")
 
+SPILL_SECONDS = 30.0  # how long TrimCache waits for state to reach the disk
 SWEEP_EVERY = 5.0  # seconds between looks for expired snapshots; expiry itself is exact
 
 
@@ -146,6 +147,17 @@ class Core:
             checkpoints_corrupt=store.corrupt,
             evictions=sum(usage.records for usage in store.evicted.values()),
         )
+
+    async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
+        if self._rt.loaded is not None:
+            cache = self._rt.loaded.cache
+            if memory_bytes is not None:
+                await asyncio.to_thread(cache.store.trim, memory_bytes=memory_bytes)
+                await asyncio.to_thread(cache.store.flush, SPILL_SECONDS)  # what left memory is on its way to disk
+            if disk_bytes is not None:
+                await asyncio.to_thread(cache.store.trim, disk_bytes=disk_bytes)
+            cache.sweep()  # names stay; nodes that nothing holds go
+        return self.stats()
 
     def engine_alive(self) -> bool:
         return self._rt.model_view.state is not ModelState.FAILED and self._rt.loop.is_alive(STUCK_AFTER)

@@ -83,6 +83,10 @@ class Inference(Protocol):
 
     def stats(self) -> StatsView: ...
 
+    async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
+        """Evicts state down to these sizes once, as far as pins and uses allow; None leaves a tier alone."""
+        ...
+
     def engine_alive(self) -> bool:
         """True while the model thread makes progress (or idles); what health is made of."""
         ...

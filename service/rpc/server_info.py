@@ -9,7 +9,6 @@ from kvfork.v1 import server_service_pb2 as pb
 from kvfork.v1 import server_service_pb2_grpc as pb_grpc
 
 from service.core_api import Inference
-from service.errors import Unsupported
 from service.rpc import mapping_out, mapping_snapshots
 from service.rpc.paging import encode_place
 
@@ -44,4 +43,8 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
         return pb.GetCacheStatsResponse(stats=mapping_out.write_stats(self._core.stats()))
 
     async def TrimCache(self, request: pb.TrimCacheRequest, context: Context) -> pb.TrimCacheResponse:
-        raise Unsupported("TrimCache comes in a later version", hint="the budgets are set at start")
+        stats = await self._core.trim_cache(
+            memory_bytes=request.memory_bytes if request.HasField("memory_bytes") else None,
+            disk_bytes=request.disk_bytes if request.HasField("disk_bytes") else None,
+        )
+        return pb.TrimCacheResponse(stats=mapping_out.write_stats(stats))

@@ -220,6 +220,10 @@ class ScriptedCore:
         numbers = {name: number for number, name in enumerate(StatsView.__dataclass_fields__, start=1)}
         return StatsView(**numbers)
 
+    async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
+        self.trimmed = (memory_bytes, disk_bytes)
+        return self.stats()
+
     def engine_alive(self) -> bool:
         return self.alive
 

@@ -183,15 +183,21 @@ def test_the_process_tells_about_itself():
 def test_what_comes_later_says_so():
     async def story():
         async with serving() as s:
-            for call in (
-                s.info.TrimCache(server_pb.TrimCacheRequest()),
-                drained(s.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest())),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-                assert "later version" in caught.value.details()
-                assert b"UNSUPPORTED" in rpc_status.from_call(caught.value).SerializeToString()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await drained(s.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest()))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "later version" in caught.value.details()
+            assert b"UNSUPPORTED" in rpc_status.from_call(caught.value).SerializeToString()
+
+    run(story)
+
+
+def test_trimming_tells_an_unset_bound_from_zero():
+    async def story():
+        async with serving() as s:
+            reply = await s.info.TrimCache(server_pb.TrimCacheRequest(disk_bytes=0))
+            assert s.core.trimmed == (None, 0)
+            assert reply.stats.checkpoint_interval == 1
 
     run(story)
 
