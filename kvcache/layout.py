@@ -14,21 +14,30 @@ class LayerKind(enum.Enum):
     FULL = "full"  # keys and values of every token
     WINDOW = "window"  # the last `window` tokens
     STATE = "state"  # recurrent: only the newest value
+    NONE = "none"  # made by the model and never used
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One cache object of the model. `window` is in tokens and 0 unless the kind is WINDOW."""
+    """One cache object of the model. `window` is in tokens and 0 unless the kind is WINDOW.
+
+    `form` tells classes and settings of one kind apart (`keep4`, `q8g64`): they cannot read each other's records.
+    """
 
     kind: LayerKind
     window: int = 0
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The layers in order."""
+    """The cache objects in the model's order, lists of them flattened.
+
+    `alone`: why rows decode in one call each; empty where one call decodes all of them.
+    """
 
     layers: tuple[LayerSpec, ...]
+    alone: str = ""
 
     @property
     def window(self) -> int:
@@ -49,8 +58,8 @@ class CacheLayout:
     @property
     def trimmable(self) -> bool:
         """Can be cut at any position without recompute: every layer keeps every token."""
-        return all(layer.kind is LayerKind.FULL for layer in self.layers)
+        return all(layer.kind in (LayerKind.FULL, LayerKind.NONE) for layer in self.layers)
 
     def describe(self) -> str:
-        """A stable text for the fingerprint, such as `full,window:512`."""
-        return ",".join(s.kind.value + (f":{s.window}" if s.window else "") for s in self.layers)
+        """A stable text for the fingerprint, such as `full,window:512,full:q8g64`."""
+        return ",".join(":".join([s.kind.value, *filter(None, (str(s.window or ""), s.form))]) for s in self.layers)

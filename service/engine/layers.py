@@ -1,10 +1,23 @@
-"""Upstream cache objects ⇄ records. Owns the policy of each cache class; every other class is refused by name.
+"""Upstream cache objects ⇄ records. Owns how a model's caches are listed, captured, restored and joined to a batch.
 
-| class             | kind   | a record of block [s, e) holds            | restored from                       |
-|-------------------|--------|-------------------------------------------|-------------------------------------|
-| `KVCache`         | full   | K, V of [s, e)                            | every block up to the position      |
-| `RotatingKVCache` | window | K, V of the block's last min(e-s, W)      | blocks that reach into the window   |
-| `ArraysCache`     | state  | every array, as it is at e                | the record of exactly that position |
+| class                       | kind   | a record of block [s, e) holds                  | restored from                  |
+|-----------------------------|--------|-------------------------------------------------|--------------------------------|
+| `KVCache`                   | full   | K, V of [s, e)                                  | every block so far             |
+| `ConcatenateKVCache`        | full   | the same                                        | the same                       |
+| `QuantizedKVCache`          | full   | packed K, V, scales, biases of [s, e)           | the same                       |
+| `RotatingKVCache`           | window | K, V of the block's last min(e-s, W)            | blocks that reach into W       |
+| `RotatingKVCache`, keep > 0 | window | the first `keep`; the block's last min(e-s, W') | blocks that reach into W       |
+| `ChunkedKVCache`            | window | K, V of the block's last min(e-s, chunk)        | blocks that reach into a chunk |
+| `ArraysCache`               | state  | every slot that is set, at e                    | the record of that position    |
+| `deepseek_v41.LayerCache`   | state  | window, groups, index, open group               | the record of that position    |
+| `CacheList`                 | –      | what its members hold, in order, at any depth   | –                              |
+| a leaf that no call fills   | none   | nothing                                         | –                              |
+
+W' is W until the window is full, then W - keep. Any other class is refused at load with the layer's number, the class
+and the reason. A layer that reads another layer's cache (KV-shared) has none of its own and needs no policy.
+
+Rows decode in one call where every class has a batched form (`KVCache`, `RotatingKVCache` with keep 0, `ArraysCache`,
+`CacheList` of these) and the model gives rows of unequal length what it gives each alone (`probe`); else one call each.
 
 Normal form: a window layer stands in temporal order with at most W tokens. Both a cold and a restored run are brought
 to it at every cut, so that the physical order of the ring, which decides the order of summation, never differs.
@@ -12,101 +25,84 @@ to it at every cut, so that the physical order of the ring, which decides the or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import mlx.core as mx
 
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.mlx_arrays import from_payload, to_payload
 from kvcache.records import RecordKind
-from service.engine.upstream import (
-    ArraysCache,
-    KVCache,
-    RotatingKVCache,
-    batch_end,
-    batch_in_order,
-    in_order,
-    set_window,
-)
+from service.engine.policies import Arrays, policy_of
+from service.engine.upstream import ArraysCache, CacheList, qualified_name
 from service.plan import Capture, Restored
 
 LOGITS = "logits"
+
+RECORD_OF = {
+    LayerKind.FULL: RecordKind.FULL,
+    LayerKind.WINDOW: RecordKind.WINDOW,
+    LayerKind.STATE: RecordKind.STATE,
+}
 
 
 class UnsupportedLayer(ValueError):
     """The model has a cache that has no policy here."""
 
 
+def leaves(caches: list) -> Iterator:
+    """The cache objects that hold arrays, in the model's order; members of a `CacheList` stand in its place."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
 def layout_of(caches: list) -> CacheLayout:
     """Classifies a fresh model cache. Raises UnsupportedLayer with the layer's number, class and reason."""
     specs: list[LayerSpec] = []
+    alone = ""
     for number, cache in enumerate(caches):
-        if type(cache) is KVCache:
-            specs.append(LayerSpec(LayerKind.FULL))
-        elif type(cache) is RotatingKVCache:
-            if cache.keep:
-                raise UnsupportedLayer(f"layer {number}: RotatingKVCache with keep={cache.keep} is not supported yet")
-            specs.append(LayerSpec(LayerKind.WINDOW, cache.max_size))
-        elif type(cache) is ArraysCache:
-            specs.append(LayerSpec(LayerKind.STATE))
-        else:
-            raise UnsupportedLayer(f"layer {number}: no snapshot policy for cache class {type(cache).__name__}")
-    return CacheLayout(tuple(specs))
+        for leaf in leaves([cache]):
+            policy = policy_of(leaf)
+            if policy is None:
+                raise UnsupportedLayer(f"layer {number}: no snapshot policy for cache class {qualified_name(leaf)}")
+            specs.append(policy.spec(leaf))
+            alone = alone or policy.alone(leaf)
+    if not specs:
+        raise UnsupportedLayer("the model has no cache: nothing of it could be kept")
+    return CacheLayout(tuple(specs), alone=alone)
 
 
 def live_arrays(caches: list) -> list[mx.array]:
     """Every array that holds state, to evaluate them without asking for logits."""
-    arrays: list[mx.array] = []
-    for cache in caches:
-        held = cache.cache if isinstance(cache, ArraysCache) else (cache.keys, cache.values)
-        arrays += [a for a in held if a is not None]
-    return arrays
+    return [array for leaf in leaves(caches) for array in policy_of(leaf).live(leaf)]
 
 
 def normalise(caches: list) -> None:
     """Brings window layers to normal form, in place; values and order of the tokens stay."""
-    for cache in caches:
-        if type(cache) is RotatingKVCache and cache.keys is not None:
-            keys, values = in_order(cache, cache.keys), in_order(cache, cache.values)
-            set_window(cache, _last(keys, cache.max_size), _last(values, cache.max_size), cache.offset)
+    for leaf in leaves(caches):
+        policy_of(leaf).normalise(leaf)
 
 
 def capture(caches: list, layout: CacheLayout, what: Capture, logits: mx.array | None) -> dict[RecordKind, bytearray]:
     """The records of [what.start, what.end) from a row's own caches, which stand at what.end."""
-    length = what.end - what.start
-    groups: dict[RecordKind, dict[str, mx.array]] = {kind: {} for kind in what.kinds}
-    for number, (cache, spec) in enumerate(zip(caches, layout.layers, strict=True)):
-        if spec.kind is LayerKind.FULL and RecordKind.FULL in groups:
-            groups[RecordKind.FULL][f"{number}.k"] = cache.keys[..., what.start : what.end, :]
-            groups[RecordKind.FULL][f"{number}.v"] = cache.values[..., what.start : what.end, :]
-        elif spec.kind is LayerKind.WINDOW and RecordKind.WINDOW in groups:
-            keep = min(length, spec.window)
-            groups[RecordKind.WINDOW][f"{number}.k"] = _last(in_order(cache, cache.keys), keep)
-            groups[RecordKind.WINDOW][f"{number}.v"] = _last(in_order(cache, cache.values), keep)
-        elif spec.kind is LayerKind.STATE and RecordKind.STATE in groups:
-            for slot, array in enumerate(cache.cache):
-                if array is not None:
-                    groups[RecordKind.STATE][f"{number}.{slot}"] = array
-    return _payloads(groups, logits)
+    groups = _groups(what)
+    for number, leaf, group in _recorded(caches, layout, groups):
+        _add(group, number, policy_of(leaf).capture(leaf, what.start, what.end))
+    if RecordKind.LOGITS in groups:
+        assert logits is not None, "logits were asked for where none were computed"
+        groups[RecordKind.LOGITS] = {LOGITS: logits}
+    return {kind: to_payload(arrays) for kind, arrays in groups.items()}
 
 
 def capture_batched(batch: list, index: int, layout: CacheLayout, what: Capture) -> dict[RecordKind, bytearray]:
-    """The same from row `index` of the decode batch; rows are right-aligned, so a block is the row's last tokens."""
-    length = what.end - what.start
-    groups: dict[RecordKind, dict[str, mx.array]] = {kind: {} for kind in what.kinds}
-    for number, (cache, spec) in enumerate(zip(batch, layout.layers, strict=True)):
-        row = slice(index, index + 1)
-        if spec.kind is LayerKind.FULL and RecordKind.FULL in groups:
-            tokens = slice(batch_end(cache) - length, batch_end(cache))
-            groups[RecordKind.FULL][f"{number}.k"] = cache.keys[row, :, tokens]
-            groups[RecordKind.FULL][f"{number}.v"] = cache.values[row, :, tokens]
-        elif spec.kind is LayerKind.WINDOW and RecordKind.WINDOW in groups:
-            keep = min(length, spec.window)
-            groups[RecordKind.WINDOW][f"{number}.k"] = _last(batch_in_order(cache, cache.keys[row]), keep)
-            groups[RecordKind.WINDOW][f"{number}.v"] = _last(batch_in_order(cache, cache.values[row]), keep)
-        elif spec.kind is LayerKind.STATE and RecordKind.STATE in groups:
-            for slot, array in enumerate(cache.cache):
-                if array is not None:
-                    groups[RecordKind.STATE][f"{number}.{slot}"] = array[row]
-    return _payloads(groups, None)
+    """The same from row `index` of the decode batch, without logits."""
+    groups = _groups(what)
+    assert RecordKind.LOGITS not in groups, "logits were asked for where none were computed"
+    for number, leaf, group in _recorded(batch, layout, groups):
+        _add(group, number, policy_of(leaf).capture_row(leaf, index, what.start, what.end))
+    return {kind: to_payload(arrays) for kind, arrays in groups.items()}
 
 
 def restore(caches: list, layout: CacheLayout, restored: Restored) -> mx.array | None:
@@ -114,36 +110,25 @@ def restore(caches: list, layout: CacheLayout, restored: Restored) -> mx.array |
 
     Raises ValueError if the records do not add up to the position: a restore is never partly filled.
     """
-    position = restored.position
-    blocks: dict[RecordKind, list[tuple[int, dict[str, mx.array]]]] = {}
-    for kind, start, payload in zip(restored.kinds, restored.starts, restored.payloads, strict=True):
-        blocks.setdefault(kind, []).append((start, from_payload(payload)))
-    for number, (cache, spec) in enumerate(zip(caches, layout.layers, strict=True)):
-        if spec.kind is LayerKind.FULL:
-            keys, values = _joined(blocks.get(RecordKind.FULL, []), number)
-            if keys.shape[2] < position:
-                raise ValueError(f"layer {number}: {keys.shape[2]} of {position} tokens are stored")
-            cache.keys, cache.values = keys[..., :position, :], values[..., :position, :]
-            cache.offset = position
-        elif spec.kind is LayerKind.WINDOW:
-            keys, values = _joined(blocks.get(RecordKind.WINDOW, []), number)
-            keep = min(position, spec.window)
-            if keys.shape[2] < keep:
-                raise ValueError(f"layer {number}: {keys.shape[2]} of a window of {keep} tokens are stored")
-            set_window(cache, _last(keys, keep), _last(values, keep), position)
-        else:
-            ((_, arrays),) = blocks.get(RecordKind.STATE, [])
-            for slot in range(len(cache.cache)):
-                cache.cache[slot] = arrays.get(f"{number}.{slot}")
-    arrays = live_arrays(caches)
-    logits = blocks[RecordKind.LOGITS][0][1][LOGITS] if RecordKind.LOGITS in blocks else None
-    mx.eval(arrays, *([logits] if logits is not None else []))
+    blocks: dict[RecordKind, list[Arrays]] = {}
+    for kind, payload in zip(restored.kinds, restored.payloads, strict=True):
+        blocks.setdefault(kind, []).append(from_payload(payload))
+    for number, (leaf, spec) in enumerate(zip(leaves(caches), layout.layers, strict=True)):
+        if spec.kind is LayerKind.NONE:
+            continue
+        parts = [_of(number, arrays) for arrays in blocks.get(RECORD_OF[spec.kind], [])]
+        try:
+            policy_of(leaf).restore(leaf, parts, restored.position)
+        except ValueError as error:
+            raise ValueError(f"layer {number}: {error}") from error
+    logits = blocks[RecordKind.LOGITS][0][LOGITS] if RecordKind.LOGITS in blocks else None
+    mx.eval(live_arrays(caches), *([logits] if logits is not None else []))
     return logits
 
 
 def join(batch: list | None, rows: list[list]) -> list:
     """The decode batch with `rows` (each a list of normal-form caches) added at its end."""
-    added = [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
+    added = [_merged(list(caches)) for caches in zip(*rows, strict=True)]
     if batch is None:
         return added
     for cache, other in zip(batch, added, strict=True):
@@ -153,7 +138,7 @@ def join(batch: list | None, rows: list[list]) -> list:
 
 def extract(batch: list, index: int) -> list:
     """Row `index` of the decode batch as caches of its own, in normal form."""
-    caches = [cache.extract(index) for cache in batch]
+    caches = [_extracted(cache, index) for cache in batch]
     normalise(caches)
     mx.eval(live_arrays(caches))
     return caches
@@ -164,22 +149,53 @@ def nbytes(caches: list) -> int:
     return sum(array.nbytes for array in live_arrays(caches))
 
 
-def _joined(blocks: list[tuple[int, dict[str, mx.array]]], number: int) -> tuple[mx.array, mx.array]:
-    if not blocks:
-        raise ValueError(f"layer {number}: nothing is stored")
-    keys = [arrays[f"{number}.k"] for _, arrays in blocks]
-    values = [arrays[f"{number}.v"] for _, arrays in blocks]
-    if len(keys) == 1:
-        return keys[0], values[0]
-    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
+def _merged(caches: list):
+    """Caches of the same layer as one batched cache."""
+    first = caches[0]
+    if isinstance(first, CacheList):
+        return CacheList(*(_merged(list(members)) for members in zip(*(c.caches for c in caches), strict=True)))
+    if not isinstance(first, ArraysCache):
+        return first.merge(caches)
+    # Upstream's own merge and extract stop at a slot that is empty in every row.
+    merged = ArraysCache(len(first.cache))
+    for slot, arrays in enumerate(zip(*(c.cache for c in caches), strict=True)):
+        held = [array for array in arrays if array is not None]
+        if held and len(held) < len(arrays):
+            raise ValueError("rows that hold different slots cannot share a call")
+        merged.cache[slot] = mx.concatenate(held) if held else None
+    return merged
 
 
-def _last(array: mx.array, count: int) -> mx.array:
-    return array[..., max(0, array.shape[2] - count) :, :]
+def _extracted(cache, index: int):
+    if isinstance(cache, CacheList):
+        return CacheList(*(_extracted(member, index) for member in cache.caches))
+    if not isinstance(cache, ArraysCache):
+        return cache.extract(index)
+    own = ArraysCache(len(cache.cache))
+    own.cache = [array if array is None else mx.contiguous(array[index : index + 1]) for array in cache.cache]
+    return own
 
 
-def _payloads(groups: dict[RecordKind, dict[str, mx.array]], logits: mx.array | None) -> dict[RecordKind, bytearray]:
-    if RecordKind.LOGITS in groups:
-        assert logits is not None, "logits were asked for where none were computed"
-        groups[RecordKind.LOGITS] = {LOGITS: logits}
-    return {kind: to_payload(arrays) for kind, arrays in groups.items()}
+def _groups(what: Capture) -> dict[RecordKind, Arrays]:
+    return {kind: {} for kind in what.kinds}
+
+
+def _recorded(
+    caches: list, layout: CacheLayout, groups: dict[RecordKind, Arrays]
+) -> Iterator[tuple[int, object, Arrays]]:
+    """The leaves that have a part in the records asked for, each with its number and its record."""
+    for number, (leaf, spec) in enumerate(zip(leaves(caches), layout.layers, strict=True)):
+        if spec.kind is LayerKind.NONE:
+            if policy_of(leaf).live(leaf):
+                raise ValueError(f"layer {number}: {qualified_name(leaf)} holds state, and held none at load")
+        elif RECORD_OF[spec.kind] in groups:
+            yield number, leaf, groups[RECORD_OF[spec.kind]]
+
+
+def _add(group: Arrays, number: int, arrays: Arrays) -> None:
+    group.update({f"{number}.{name}": array for name, array in arrays.items()})
+
+
+def _of(number: int, arrays: Arrays) -> Arrays:
+    prefix = f"{number}."
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from kvcache.layout import CacheLayout, LayerKind
+from kvcache.layout import CacheLayout
 from service.engine import cpu
 
 log = logging.getLogger("kvfork.loading")
@@ -40,8 +40,8 @@ def load(folder: Path):
     mx = cpu.mlx()
     from mlx.utils import tree_map
 
-    from service.engine.layers import layout_of
-    from service.engine.upstream import load_model, make_prompt_cache
+    from service.engine.probe import probe
+    from service.engine.upstream import load_model
 
     report = cpu.prepare()
     model, config = load_model(folder, lazy=True)
@@ -51,7 +51,10 @@ def load(folder: Path):
             tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
         )
     mx.eval(model.parameters())
-    layout = layout_of(make_prompt_cache(model))
+    probed = probe(model)
+    layout = probed.layout
+    if layout.alone:
+        log.warning("rows decode in one model call each: %s", layout.alone)
     generation = _generation_config(folder)
     text = config.get("text_config", config)
     facts = ModelFacts(
@@ -59,7 +62,7 @@ def load(folder: Path):
         fingerprint=fingerprint_of(folder, layout, report.compute_dtype or "stored"),
         context_tokens=int(text.get("max_position_embeddings") or 4096),
         vocab_size=_vocab_size(model, text),
-        bytes_per_token=_bytes_per_token(model, layout, mx),
+        bytes_per_token=probed.bytes_per_token,
         temperature=generation.get("temperature"),
         top_p=generation.get("top_p"),
         top_k=generation.get("top_k"),
@@ -92,16 +95,3 @@ def _generation_config(folder: Path) -> dict:
 def _vocab_size(model, text: dict) -> int:
     """The number of logits, which may exceed the tokenizer's vocabulary."""
     return int(text.get("vocab_size") or model.args.vocab_size)
-
-
-def _bytes_per_token(model, layout: CacheLayout, mx) -> int:
-    """Measured on one token: what full layers add for every token."""
-    from service.engine.upstream import make_prompt_cache
-
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[0]]), cache=caches))
-    total = 0
-    for cache, spec in zip(caches, layout.layers, strict=True):
-        if spec.kind is LayerKind.FULL:
-            total += (cache.keys[..., :1, :].nbytes) + (cache.values[..., :1, :].nbytes)
-    return total

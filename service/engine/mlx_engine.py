@@ -1,7 +1,7 @@
 """The engine on MLX: carries out one `StepPlan` with upstream's model code. Decides nothing.
 
 Runs on the engine thread only. A row is either *apart*, with caches of its own in normal form, or in the decode batch.
-Prefill runs apart, one row a call, as the canonical schedule says; decode runs the whole batch in one call.
+Prefill runs apart, one row a call, as the canonical schedule says; decode runs the batch (`batch`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from kvcache.layout import CacheLayout
 from service.engine import layers
+from service.engine.batch import decode_batch
 from service.engine.sampling import RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
 from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
@@ -33,8 +34,7 @@ class MlxEngine:
         self._model = model
         self._layout = layout
         self._rows: dict[RowId, _Row] = {}
-        self._batch: list | None = None
-        self._order: list[RowId] = []  # rows of the batch, in its order
+        self._batch = decode_batch(layout)
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
@@ -56,7 +56,7 @@ class MlxEngine:
 
     def active_bytes(self) -> int:
         apart = sum(layers.nbytes(row.caches) for row in self._rows.values() if row.caches is not None)
-        return apart + (layers.nbytes(self._batch) if self._batch is not None else 0)
+        return apart + sum(array.nbytes for array in self._batch.live())
 
     # -- orders ---------------------------------------------------------------------------------------------------
 
@@ -98,26 +98,24 @@ class MlxEngine:
         self._take(rows, pick_all(logits, [self._rows[row].sampler for row in rows]), result)
 
     def _decode(self, order: Decode, result: StepResult) -> None:
-        self._leave([row for row in self._order if row not in order.rows])
+        self._leave([row for row in self._batch.rows if row not in order.rows])
         rows = [row for row in order.rows if row not in result.failed]
         try:
-            self._join([row for row in rows if row not in self._order])
-            if not self._order:
+            self._join([row for row in rows if row not in self._batch.rows])
+            if not self._batch.rows:
                 return
-            tokens = mx.array([self._rows[row].token for row in self._order], dtype=mx.uint32)
-            logits = self._model(tokens[:, None], cache=self._batch)[:, -1, :]
-            picks = pick_all(logits, [self._rows[row].sampler for row in self._order])
-            mx.eval(layers.live_arrays(self._batch))
+            logits = self._batch.step(self._model, [self._rows[row].token for row in self._batch.rows])
+            picks = pick_all(logits, [self._rows[row].sampler for row in self._batch.rows])
+            mx.eval(self._batch.live())
             for row, what in order.captures.items():
-                if row in self._order:
-                    index = self._order.index(row)
-                    result.captured[row] = layers.capture_batched(self._batch, index, self._layout, what)
+                if row in self._batch.rows:
+                    result.captured[row] = self._batch.capture(row, what)
         except Exception as error:  # the batch's state is unknown now: its rows end, the engine goes on
             for row in rows:
                 result.failed[row] = error
-            self._batch, self._order = None, []
+            self._batch = decode_batch(self._layout)
             return
-        self._take(list(self._order), picks, result)
+        self._take(list(self._batch.rows), picks, result)
 
     def _take(self, rows: list[RowId], picks: list[Picked | Exception], result: StepResult) -> None:
         for name, pick in zip(rows, picks, strict=True):
@@ -132,31 +130,19 @@ class MlxEngine:
     def _join(self, rows: list[RowId]) -> None:
         if not rows:
             return
-        self._batch = layers.join(self._batch, [self._rows[row].caches for row in rows])
-        self._order += rows
+        self._batch.join(rows, [self._rows[row].caches for row in rows])
         for row in rows:
             self._rows[row].caches = None
             self._rows[row].logits = None
 
     def _leave(self, rows) -> None:
         """Takes rows out of the batch into caches of their own."""
-        going = [row for row in rows if row in self._order]
+        going = [row for row in rows if row in self._batch.rows]
         for row in going:
-            self._rows[row].caches = layers.extract(self._batch, self._order.index(row))
-        self._drop(going)
-
-    def _drop(self, rows: list[RowId]) -> None:
-        if not rows:
-            return
-        keep = [i for i, row in enumerate(self._order) if row not in rows]
-        self._order = [self._order[i] for i in keep]
-        if not keep:
-            self._batch = None
-            return
-        for cache in self._batch:
-            cache.filter(mx.array(keep))
+            self._rows[row].caches = self._batch.extract(row)
+        self._batch.drop(going)
 
     def _close(self, rows: set[RowId]) -> None:
-        self._drop([row for row in self._order if row in rows])
+        self._batch.drop([row for row in self._batch.rows if row in rows])
         for row in rows:
             self._rows.pop(row, None)

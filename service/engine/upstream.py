@@ -11,25 +11,47 @@ from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
     BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 from mlx_lm.utils import load_model
 
 __all__ = [
+    "LATENT_CACHE",
+    "LATENT_FIELDS",
     "ArraysCache",
     "BatchKVCache",
     "BatchRotatingKVCache",
+    "CacheList",
+    "ChunkedKVCache",
+    "ConcatenateKVCache",
     "KVCache",
+    "QuantizedKVCache",
     "RotatingKVCache",
     "batch_end",
     "batch_in_order",
+    "chunk_tokens",
     "in_order",
     "load_model",
     "make_prompt_cache",
+    "qualified_name",
+    "set_chunk",
     "set_window",
 ]
+
+LATENT_CACHE = "mlx_lm.models.deepseek_v41.LayerCache"
+LATENT_FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
+
+
+def qualified_name(cache) -> str:
+    """Class of a cache object: its bare name if it is one of upstream's general classes, else with its module."""
+    kind = type(cache)
+    return kind.__name__ if kind.__module__ == ArraysCache.__module__ else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def in_order(cache: RotatingKVCache, array: mx.array) -> mx.array:
@@ -41,6 +63,17 @@ def set_window(cache: RotatingKVCache, keys: mx.array, values: mx.array, positio
     """Lets the cache stand at `position` with the given tokens, oldest first, as its window."""
     cache.keys, cache.values, cache.offset = keys, values, position
     cache._idx = keys.shape[2]
+
+
+def chunk_tokens(cache: ChunkedKVCache, array: mx.array) -> mx.array:
+    """The cache's K or V without unused room; its tokens are in order."""
+    return array[..., : cache.offset - cache.start_position, :]
+
+
+def set_chunk(cache: ChunkedKVCache, keys: mx.array, values: mx.array, position: int) -> None:
+    """Lets the cache stand at `position` with the given tokens as the end of what was seen."""
+    cache.keys, cache.values, cache.offset = keys, values, position
+    cache.start_position = position - keys.shape[2]
 
 
 def batch_end(cache: BatchKVCache) -> int:

@@ -1,0 +1,87 @@
+"""What only running a model tells: which caches it fills, what a token costs, whether rows may share a decode call.
+
+A few short calls at load. A batched form exists for a class and not for a model: some families compute positions that
+a padded row does not have. So a model decodes in one call only after rows of unequal length gave, together, what they
+gave alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from kvcache.layout import CacheLayout, LayerKind
+from service.engine import layers
+from service.engine.policies import policy_of
+from service.engine.upstream import make_prompt_cache, qualified_name
+
+_LENGTHS = (40, 17, 9, 1)  # the longest first: it is the only one that is not padded
+
+TOLERANCE = 0.1
+"""Largest difference of a logit in deviations of the row's logits. Rounding is far below, a wrong place far above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What the calls showed."""
+
+    layout: CacheLayout
+    bytes_per_token: int  # of state, for layers that keep every token
+
+
+def probe(model) -> Probed:
+    """Runs the model on a few dozen tokens. Raises UnsupportedLayer with the layer's number, class and reason."""
+    layout = layers.layout_of(make_prompt_cache(model))
+    prompts = [[1 + (7 * i + n) % 50 for i in range(n)] for n in _LENGTHS]
+    rows = [_prefilled(model, prompt) for prompt in prompts]
+    longest, shortest = list(layers.leaves(rows[0])), list(layers.leaves(rows[-1]))
+    specs = []
+    for number, (leaf, spec) in enumerate(zip(longest, layout.layers, strict=True)):
+        if policy_of(leaf).live(leaf):
+            specs.append(spec)
+        else:
+            specs.append(replace(spec, kind=LayerKind.NONE, window=0))
+        if bool(policy_of(leaf).live(leaf)) != bool(policy_of(shortest[number]).live(shortest[number])):
+            raise layers.UnsupportedLayer(
+                f"layer {number}: {qualified_name(leaf)} is filled by a long call and not by a short one"
+            )
+    if all(spec.kind is LayerKind.NONE for spec in specs):
+        raise layers.UnsupportedLayer(
+            f"layer 0: {qualified_name(longest[0])} stays empty, as do all others: the model keeps its state elsewhere"
+        )
+    per_token = sum(
+        array.nbytes
+        for leaf, spec in zip(longest, specs, strict=True)
+        if spec.kind is LayerKind.FULL
+        for array in policy_of(leaf).capture(leaf, 0, 1).values()
+    )
+    alone = layout.alone or _why_alone(model, rows, [prompt[-1] for prompt in prompts])
+    return Probed(layout=CacheLayout(tuple(specs), alone=alone), bytes_per_token=per_token)
+
+
+def _prefilled(model, tokens: list[int]) -> list:
+    caches = make_prompt_cache(model)
+    model(mx.array([tokens], dtype=mx.uint32), cache=caches)
+    layers.normalise(caches)
+    mx.eval(layers.live_arrays(caches))
+    return caches
+
+
+def _why_alone(model, rows: list[list], tokens: list[int]) -> str:
+    """Why these rows cannot decode together; empty if they can. Uses the rows up."""
+    fed = mx.array(tokens, dtype=mx.uint32)[:, None]
+    try:
+        batch = layers.join(None, rows)
+        together = model(fed, cache=batch)[:, -1, :]
+        mx.eval(together, layers.live_arrays(batch))
+    except Exception as error:  # whatever the model's code raises on a batched cache means that it takes none
+        text = " ".join(str(error).split())
+        return f"a batched call fails: {type(error).__name__}: {text[:120]}"
+    own = mx.concatenate([model(fed[i : i + 1], cache=caches)[:, -1, :] for i, caches in enumerate(rows)])
+    own = own.astype(mx.float32)
+    off = mx.abs(together.astype(mx.float32) - own).max(axis=-1) / mx.maximum(mx.std(own, axis=-1), 1e-9)
+    # Of the padded rows the middle one: a mixture of experts may turn on a last bit in a single row.
+    figure = statistics.median(off.tolist()[1:])
+    return "" if figure <= TOLERANCE else f"rows of unequal length differ by {figure:.2g} deviations in one call"
