@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +61,7 @@ class Lookup:
     known: int  # tokens that were computed once, whether or not their state can be used
     diverged_at: int | None  # first position outside every known chain
     miss_reason: MissReason  # why `plan` stops short of `known`
-    replay: tuple[int, ...] = ()  # cuts to make again on the way
+    replay: tuple[int, ...] = ()  # cuts of the parent's own run, to make again where it is computed again
     kept: tuple[Node, ...] = ()  # places asked for that are stored already, at or before the position
 
     @property
@@ -70,7 +71,7 @@ class Lookup:
 
     def without_state(self) -> Lookup:
         """The same, as if nothing could be read."""
-        return replace(self, plan=None, kept=(), replay=(), miss_reason=MissReason.CORRUPT)
+        return replace(self, plan=None, kept=(), miss_reason=MissReason.CORRUPT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ class PrefixCache:
             known=base.end,
             diverged_at=base.end if base.end < len(tokens) else None,
             miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
-            replay=tuple(cut for cut in replay if cut > position),
+            replay=tuple(replay),
         )
 
     def _lookup_chain(self, owner: str, tokens: Sequence[int], keep: set[int]) -> Lookup:
@@ -220,7 +221,7 @@ class PrefixCache:
         node = root
         while node.end < len(tokens):
             start, end = node.end, min(node.end + BLOCK_TOKENS, len(tokens))
-            inside = [e for e in ends if start < e < end]
+            inside = ends[bisect_right(ends, start) : bisect_left(ends, end)]
             block = tokens[start:end]
             following = self._tree.get(block_key(node.key, block, prefill_schedule(start, end, inside)))
             if following is None and self.share_decoded and end - start == BLOCK_TOKENS:
@@ -243,6 +244,14 @@ class PrefixCache:
             if node.end > position and any(not self._has(RecordId(node.source, k)) for k in self.layout.kinds):
                 return node.lost
         return MissReason.BETWEEN_CHECKPOINTS
+
+    def note_corrupt(self, record: RecordId) -> None:
+        """Lets the next receipt say why `record` is gone. Call it before the lookup that named it is released."""
+        with self._lock:
+            self._forget_lost()
+            node = self._tree.get(record.key)
+            if node is not None:
+                node.lost = MissReason.CORRUPT
 
     def release(self, lookup: Lookup) -> None:
         """Lets go of what `lookup` pinned. Call it once, after the state was read or the work was given up."""
@@ -454,16 +463,16 @@ class PrefixCache:
     def checkpoints_before(self, node: Node, position: int) -> int:
         """The deepest stored position at or before `position` on `node`'s path, kept tails included; 0 if none."""
         with self._lock:
-            best = 0
-            path = node.path()
-            for depth, here in enumerate(path):
-                if here.start >= position:
+            path = [here for here in node.path() if here.start < position]
+            whole = [here for here in path if here.end <= position]
+            target = whole[-1].end if whole else 0
+            plan = plan_restore(whole, self.layout, self._has, target=target, more_follows=True)
+            best = plan.position if plan else 0
+            for here in reversed(path):
+                if here.end <= best:
                     break
-                if here.end <= position and self._restorable(here):
-                    best = max(best, here.end)
-                base = path[depth - 1] if depth else here.parent
-                assert base is not None
-                for tail in base.children:
+                assert here.parent is not None
+                for tail in here.parent.children:
                     if tail.is_tail and best < tail.end <= position and self._passes(tail, here):
                         best = tail.end if self._restorable(tail) else best
             return best

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Lookup, PrefixCache
+from kvcache.errors import CorruptRecord
 from kvcache.records import FetchResult
 from service.engine import Engine
 from service.errors import CallError, EngineFailed, QueueFull, RecomputeLimit, RowFailed
@@ -232,6 +233,8 @@ class EngineLoop:
         )
 
     def _was_read(self, message: _Read) -> None:
+        if isinstance(message.result.error, CorruptRecord):
+            self._cache.note_corrupt(message.result.error.record)
         self._cache.release(message.lookup)
         seq = self._sequences.get(message.row)
         if seq is None:

@@ -128,8 +128,8 @@ class Scheduler:
 
     def restored(self, row: RowId, calls: Sequence[Call]) -> None:
         """The row stands where it could be restored to; `calls` are left to make."""
-        self._entries[row].calls.extend(calls)
         self._go(row, State.PREFILL)
+        self._entries[row].calls.extend(calls)
         self._turn.append(row)
 
     def finish(self, row: RowId, *, save: bool) -> None:

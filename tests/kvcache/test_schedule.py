@@ -26,7 +26,7 @@ CASES = 4_000
 
 
 def naive(start: int, end: int, stops: Iterable[int], replay: Iterable[int]) -> list[Call]:
-    """The rule, token by token: close a call where the grid, a stop, a replayed cut or a lone last token asks for it."""
+    """The rule, token by token: a call ends at the grid, a stop, a replayed cut, and before a last token on its own."""
     kept = set(stops) | {end}
     cuts = kept | set(replay)
     calls = []
