@@ -1,0 +1,194 @@
+"""The record store alone: what its disk tier costs beside plain files, what encryption costs, how long planning takes.
+
+Records have the size of one 256-token boundary of Gemma 3 270M's window layers. Plain files do with the same bytes what
+the store does (write without sync, since an ephemeral store promises nothing across a power cut; read back from the
+page cache), so a ratio of 1 would mean that format, checksum, encryption, index and thread cost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcache.blocks import BLOCK_TOKENS, block_key, root_key
+from kvcache.cache import Keep, PrefixCache
+from kvcache.layout import CacheLayout, LayerKind, LayerSpec
+from kvcache.records import RecordId, RecordKind, Tier
+from kvcache.restore import plan_restore
+from kvcache.schedule import prefill_schedule
+from kvcache.storage import MemoryStorage
+from kvcache.store import StoreConfig, TieredStore
+from kvcache.tree import Node
+from service.config import default_store_dir
+from tests.bench.report import Bystanders, Figure, Options, Quiet, emit, median, note, spread
+
+MIB = 1 << 20
+GEMMA3 = CacheLayout((*[LayerSpec(LayerKind.WINDOW, 512)] * 15, *[LayerSpec(LayerKind.FULL)] * 3))
+GEMMA3_WINDOW_RECORD = 15 * 2 * BLOCK_TOKENS * 256 * 4  # layers × (K, V) × tokens × head_dim × float32
+
+
+def run(options: Options) -> None:
+    records, rounds = (4, options.runs or 1) if options.quick else (16, options.runs or 15)
+    size = MIB if options.quick else GEMMA3_WINDOW_RECORD
+    others = Bystanders([])
+    quiet = Quiet([], patience=2 if options.quick else 40)
+    payloads = [os.urandom(size) for _ in range(records)]
+    total = records * size
+    with tempfile.TemporaryDirectory(prefix="kvfork-bench-", dir=default_store_dir()) as folder:
+        plain: list[tuple[float, float]] = []
+        sealed: list[tuple[float, float]] = []
+        files: list[tuple[float, float]] = []
+        for number in range(rounds):
+            order = [
+                lambda: files.append(_raw(Path(folder), payloads)),
+                lambda: sealed.append(_stored(Path(folder), payloads, encrypt=True)),
+                lambda: plain.append(_stored(Path(folder), payloads, encrypt=False)),
+            ]
+            for turn in order[number % 3 :] + order[: number % 3]:
+                quiet.wait()
+                turn()
+            note(
+                f"  {total / MIB:.0f} MiB in {records} records, write and read back: files {_both(files[-1], total)}, "
+                f"store {_both(sealed[-1], total)}, unencrypted {_both(plain[-1], total)} MiB/s"
+            )
+    busy = others.cores()
+    for metric, ours, against, peer in (
+        ("store.write_over_raw_write", [s[0] for s in sealed], [f[0] for f in files], "plain file"),
+        ("store.restore_over_raw_read", [s[1] for s in sealed], [f[1] for f in files], "plain file, cached by the system"),
+        ("store.encrypted_over_plain", [sum(s) for s in sealed], [sum(p) for p in plain], "the store without encryption"),
+    ):
+        ratios = [a / b for a, b in zip(ours, against, strict=True)]
+        work = total * (2 if "encrypted" in metric else 1)
+        emit(
+            Figure(
+                metric=metric,
+                value=median(ratios),
+                unit="ratio",
+                ours=work / MIB / median(ours),
+                against=work / MIB / median(against),
+                peer=peer,
+                model="records of gemma3",
+                n=rounds,
+                extra={"spread": spread(ratios), "sides_unit": "MiB/s", "of": "time"},
+            ),
+            others=busy,
+        )
+    _planning(options)
+
+
+def _both(seconds: tuple[float, float], total: int) -> str:
+    return f"{total / MIB / seconds[0]:.0f} and {total / MIB / seconds[1]:.0f}"
+
+
+def _raw(folder: Path, payloads: Sequence[bytes]) -> tuple[float, float]:
+    """Seconds to write and to read back."""
+    path = folder / "plain"
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for payload in payloads:
+            file.write(payload)
+    written = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        for payload in payloads:
+            buffer = bytearray(len(payload))
+            file.readinto(buffer)
+    done = time.perf_counter()
+    path.unlink()
+    return written - began, done - written
+
+
+def _stored(folder: Path, payloads: Sequence[bytes], *, encrypt: bool) -> tuple[float, float]:
+    total = sum(map(len, payloads))
+    store = TieredStore(
+        StoreConfig(
+            directory=folder,
+            memory_bytes=0,
+            disk_bytes=4 * total + 512 * MIB,
+            queue_bytes=2 * total,
+            min_free_bytes=0,
+            encrypt=encrypt,
+        )
+    )
+    store.start()
+    names = [RecordId(i.to_bytes(32, "big"), RecordKind.WINDOW) for i in range(len(payloads))]
+    began = time.perf_counter()
+    for name, payload in zip(names, payloads, strict=True):
+        assert store.put(name, payload, explicit=True).held
+    assert store.flush(300)
+    written = time.perf_counter()
+    for name in names:
+        result = store.fetch_now([name])
+        assert result.ok and result.tiers == [Tier.DISK]
+    done = time.perf_counter()
+    store.close()
+    return written - began, done - written
+
+
+def _planning(options: Options) -> None:
+    """Lookups in a cache that knows the whole prompt, with records of one byte in a store without a disk."""
+    for tokens in (1024,) if options.quick else (1024, 128 * 1024):
+        cache = _filled(tokens)
+        prompt = array("I", (i * 7 % 5003 for i in range(tokens + 20)))
+        base = _last_node(cache, prompt)
+        followed: list[float] = []
+        handled: list[float] = []
+        planned: list[float] = []
+        for _ in range(5 if options.quick else 15):
+            began = time.perf_counter()
+            found = cache.lookup("bench", prompt, base=None, keep=())
+            followed.append(time.perf_counter() - began)
+            assert found.position == tokens, found.position
+            cache.release(found)
+            began = time.perf_counter()
+            found = cache.lookup("bench", prompt, base=base, keep=())
+            handled.append(time.perf_counter() - began)
+            assert found.position == tokens, found.position
+            cache.release(found)
+            path = base.path()
+            began = time.perf_counter()
+            plan = plan_restore(
+                path, GEMMA3, lambda r: cache.store.locate(r) is not None, target=tokens, more_follows=True
+            )
+            planned.append(time.perf_counter() - began)
+            assert plan is not None and plan.position == tokens
+        cache.store.close()
+        emit(
+            Figure(
+                metric=f"store.plan_{tokens // 1024}k_ms",
+                value=1000 * median(followed),
+                unit="ms",
+                model="layout of gemma3",
+                n=len(followed),
+                extra={
+                    "from_a_snapshot_ms": 1000 * median(handled),
+                    "plan_restore_alone_ms": 1000 * median(planned),
+                    "blocks": tokens // BLOCK_TOKENS,
+                },
+            )
+        )
+
+
+def _filled(tokens: int) -> PrefixCache:
+    """A cache that holds every block of the prompt."""
+    config = StoreConfig(memory_bytes=64 * MIB, disk_bytes=1024 * MIB, queue_bytes=64 * MIB, min_free_bytes=0)
+    store = TieredStore(config, MemoryStorage())
+    cache = PrefixCache(store, GEMMA3, "bench")
+    prompt = array("I", (i * 7 % 5003 for i in range(tokens)))
+    parent = cache.root("bench")
+    for start in range(0, tokens, BLOCK_TOKENS):
+        end = start + BLOCK_TOKENS
+        payloads = {RecordKind.FULL: b"f", RecordKind.WINDOW: b"w"}
+        done = cache.commit(parent, prompt[start:end], prefill_schedule(start, end, ()), payloads, explicit=True)
+        assert done.lost is None
+        parent = done.node
+    cache.add_snapshot("bench", parent, Keep(snapshot_id="the-end-of-it"), parent=None)
+    store.flush(60)
+    return cache
+
+
+def _last_node(cache: PrefixCache, prompt: Sequence[int]) -> Node:
+    return cache.snapshot("bench", "the-end-of-it").node
