@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc.aio
@@ -40,7 +41,9 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
         return pb.GetModelResponse(model=mapping_out.write_model(view))
 
     async def GetCacheStats(self, request: pb.GetCacheStatsRequest, context: Context) -> pb.GetCacheStatsResponse:
-        return pb.GetCacheStatsResponse(stats=mapping_out.write_stats(self._core.stats()))
+        # Looks at every snapshot: beside the loop, which has health to answer.
+        stats = await asyncio.to_thread(self._core.stats)
+        return pb.GetCacheStatsResponse(stats=mapping_out.write_stats(stats))
 
     async def TrimCache(self, request: pb.TrimCacheRequest, context: Context) -> pb.TrimCacheResponse:
         stats = await self._core.trim_cache(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -35,8 +36,13 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         owner = caller_of(context)
         page = mapping_snapshots.read_list_snapshots(request, owner)
         # One more than asked for tells whether there is another page.
-        views = self._core.list_snapshots(
-            owner, after=page.after, limit=page.size + 1, labels=page.labels, parent=page.parent
+        views = await asyncio.to_thread(
+            self._core.list_snapshots,
+            owner,
+            after=page.after,
+            limit=page.size + 1,
+            labels=page.labels,
+            parent=page.parent,
         )
         shown = views[: page.size]
         more = len(views) > page.size
