@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Asks several questions at once on top of one snapshot: forks it, generates from every child together, drops them.
+# Asks several questions at once on top of one snapshot: forks it, generates from all children together, drops them.
 #
 #   branches.sh PARENT QUESTION...
 #
 # PARENT    id of a snapshot that ends in a finished answer
 #
+# An answer is cut off at 128 tokens.
 # KVFORK is the server's address, 127.0.0.1:50051 if unset. Exits as grpcurl does: 0, or 64 + the status code.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
-  sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 
@@ -50,7 +51,8 @@ trap drop EXIT
 
 jobs=
 for child in $children; do
-  printf '{"parent": "%s"}' "$child" | call InferenceService/Generate >"$answers/${child#snapshots/}" &
+  printf '{"parent": "%s", "sampling": {"temperature": 0}, "stopping": {"max_tokens": 128}}' "$child" |
+    call InferenceService/Generate >"$answers/${child#snapshots/}" &
   jobs="$jobs $!"
 done
 for job in $jobs; do wait "$job"; done # in turn, so that the first failure's exit code is this script's

@@ -15,12 +15,13 @@ if [ $# -lt 1 ] || [ $# -gt 3 ]; then
   exit 2
 fi
 
-# Python writes the JSON, so that TEXT may hold quotes and newlines.
+# Python writes the JSON, so that TEXT may hold quotes and newlines. Greedy, so that a run can be repeated.
 request='
 import json, sys
 
 text, parent, save_as = (*sys.argv[1:], "", "")[:3]
-call = {"input": {"chat": {"messages": [{"role": "ROLE_USER", "parts": [{"text": text}]}]}}}
+turn = {"messages": [{"role": "ROLE_USER", "parts": [{"text": text}]}]}
+call = {"input": {"chat": turn}, "sampling": {"temperature": 0}}
 if parent:
     call["parent"] = f"snapshots/{parent}"
 if save_as:

@@ -1,4 +1,4 @@
-"""A guide whose commands are run as they stand: reads the blocks of a Markdown file, runs them, compares what they print.
+"""A guide whose commands are run as they stand: reads a Markdown file's blocks, runs them, compares what they print.
 
 A fenced `bash` block is a command; a fenced `text` block right after it is what it prints. Blocks of any other kind
 are for readers alone. All commands of one reading share one bash, as they would in a terminal.
@@ -16,7 +16,7 @@ from pathlib import Path
 ELLIPSIS = "…"
 
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```\n", re.MULTILINE | re.DOTALL)
-_MEMBER = re.compile(r'^"(?P<key>\w+)": (?P<value>.*)$')
+_MEMBER = re.compile(r'^"(?P<key>[\w-]+)": (?P<value>.*)$')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,29 +66,33 @@ def run(blocks: Sequence[Block], *, env: Mapping[str, str], folder: Path, patien
     ]
 
 
-def first_untrue_line(outcome: Outcome, *, volatile: Set[str]) -> str | None:
-    """The first line that the guide shows and the command did not print there; None if all is true.
+def untrue_part(outcome: Outcome, *, volatile: Set[str]) -> str | None:
+    """The lines that the guide shows and the command did not print there; None if all that it shows is true.
 
-    Lines are looked for in order; "…" in the guide stands for any number of left-out lines, and only where it stands
-    may there be any. Of the members in `volatile` only the names count. Key case never does.
+    A line "…" in the guide stands for any number of lines; without it there may be none between. Of the members in
+    `volatile` only the names count. Key case never does.
     """
-    shown = [_plain(line, volatile) for line in outcome.block.shown.splitlines() if line.strip()]
     printed = [_plain(line, volatile) for line in outcome.output.splitlines() if line.strip()]
-    at = 0
-    skipping = False
-    for line in shown:
-        if line == ELLIPSIS:
-            skipping = True
-            continue
-        try:
-            found = printed.index(line, at)
-        except ValueError:
-            return line
-        if found > at and not skipping:
-            return f"{line}   (after: {printed[at]})"
-        at, skipping = found + 1, False
-    if at < len(printed) and not skipping and shown:
-        return f"(the end, before: {printed[at]})"
+    runs: list[list[str]] = [[]]
+    for line in outcome.block.shown.splitlines():
+        if line.strip() == ELLIPSIS:
+            runs.append([])
+        elif line.strip():
+            runs[-1].append(_plain(line, volatile))
+    head, *others = runs
+    if printed[: len(head)] != head or (head and not others and len(printed) > len(head)):
+        return "\n".join(head)
+    at = len(head)
+    for wanted in others[:-1]:  # the leftmost place will do: what follows has the more room
+        while printed[at : at + len(wanted)] != wanted:
+            at += 1
+            if at > len(printed):
+                return "\n".join(wanted)
+        at += len(wanted)
+    if others:
+        tail = others[-1]
+        if at + len(tail) > len(printed) or printed[len(printed) - len(tail) :] != tail:
+            return "\n".join(tail)
     return None
 
 
