@@ -1,17 +1,17 @@
 """Upstream cache objects ⇄ records. Owns how a model's caches are listed, captured, restored and joined to a batch.
 
-| class                       | kind   | a record of block [s, e) holds                  | restored from                  |
-|-----------------------------|--------|-------------------------------------------------|--------------------------------|
-| `KVCache`                   | full   | K, V of [s, e)                                  | every block so far             |
-| `ConcatenateKVCache`        | full   | the same                                        | the same                       |
-| `QuantizedKVCache`          | full   | packed K, V, scales, biases of [s, e)           | the same                       |
-| `RotatingKVCache`           | window | K, V of the block's last min(e-s, W)            | blocks that reach into W       |
-| `RotatingKVCache`, keep > 0 | window | the first `keep`; the block's last min(e-s, W') | blocks that reach into W       |
-| `ChunkedKVCache`            | window | K, V of the block's last min(e-s, chunk)        | blocks that reach into a chunk |
-| `ArraysCache`               | state  | every slot that is set, at e                    | the record of that position    |
-| `deepseek_v41.LayerCache`   | state  | window, groups, index, open group               | the record of that position    |
-| `CacheList`                 | –      | what its members hold, in order, at any depth   | –                              |
-| a leaf that no call fills   | none   | nothing                                         | –                              |
+| class                       | kind   | a record of block [s, e) holds                | restored from             |
+|-----------------------------|--------|-----------------------------------------------|---------------------------|
+| `KVCache`                   | full   | K, V of [s, e)                                | every block so far        |
+| `ConcatenateKVCache`        | full   | the same                                      | the same                  |
+| `QuantizedKVCache`          | full   | packed K, V, scales, biases of [s, e)         | the same                  |
+| `RotatingKVCache`           | window | K, V of the block's last min(e-s, W)          | blocks that reach into W  |
+| `RotatingKVCache`, keep > 0 | window | first `keep`; the block's last min(e-s, W')   | blocks that reach into W  |
+| `ChunkedKVCache`            | window | K, V of the block's last min(e-s, chunk)      | blocks that reach into it |
+| `ArraysCache`               | state  | every slot that is set, at e                  | the record of that place  |
+| `deepseek_v41.LayerCache`   | state  | window, groups, index, open group             | the record of that place  |
+| `CacheList`                 | –      | what its members hold, in order, at any depth | –                         |
+| a leaf that no call fills   | none   | nothing                                       | –                         |
 
 W' is W until the window is full, then W - keep. Any other class is refused at load with the layer's number, the class
 and the reason. A layer that reads another layer's cache (KV-shared) has none of its own and needs no policy.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from kvcache.records import RecordId, RecordKind
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
 from service.engine import cpu
+from service.engine.loading import ModelFacts
 from service.loop import EngineLoop
 from service.models import resolve
 from service.request import Sampling, Stopping
@@ -76,22 +77,42 @@ class Ticket:
 class Rig:
     """One model, one loop, one store."""
 
-    def __init__(self, folder: Path, *, model: object = None, memory: int = 512 * MIB, rows: int = 8) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        load: Callable[[], tuple[object, ModelFacts]] | None = None,
+        memory: int = 512 * MIB,
+        rows: int = 8,
+    ) -> None:
+        """`folder` has the tokenizer, and the model too unless `load` gives another, on the engine thread."""
         self.folder = folder
-        self._given = model
+        self._load_given = load
         self._memory = memory
         self.codec = TextCodec.load(folder)
         self._ready = threading.Event()
+        self._broken: Exception | None = None
         self.loop = EngineLoop(self._load, Scheduler(SchedulerConfig(max_rows=rows)), lambda: None)
         self.loop.start()
         assert self._ready.wait(240)
+        if self._broken is not None:
+            raise self._broken
 
     def _load(self):
+        try:
+            return self._load_all()
+        except Exception as error:
+            self._broken = error
+            raise
+        finally:
+            self._ready.set()
+
+    def _load_all(self):
         cpu.mlx()
         from service.engine.loading import load
         from service.engine.mlx_engine import MlxEngine
 
-        model, facts = load(self.folder)
+        model, facts = load(self.folder) if self._load_given is None else self._load_given()
         self.facts = facts
         self.model = model
         store = TieredStore(
@@ -100,7 +121,6 @@ class Rig:
         store.start()
         self.cache = PrefixCache(store, facts.layout, facts.fingerprint)
         self.engine = MlxEngine(model, facts.layout)
-        self._ready.set()
         return self.engine, self.cache
 
     def submit(

@@ -1,0 +1,1 @@
+"""Every model family that mlx-lm ships, built small and held to one conformance suite: `python -m tests.families`."""

@@ -1,0 +1,82 @@
+"""The table of families as a page of documentation. Owns the page's text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from tests.families.verdict import Outcome, Verdict
+
+_HEAD = """# Cache classes and model families
+
+Written by `python -m tests.families --all --markdown docs/layers.md` on mlx-lm {lm} and MLX {mlx} ({machine}).
+
+## What is kept of each cache class
+
+{classes}
+
+`keep` is upstream's name for the first tokens that a ring never drops. Rows decode in one model call where every class
+has a batched form and the family, asked at load, gives rows of unequal length what it gives each alone; otherwise one
+call each, with a warning in the log. A class that is not in the table is refused at load with the layer's number, the
+class and the reason.
+
+## What every family is held to
+
+Each family that mlx-lm ships is built small, with random weights. Then, bit for bit over every stored record and the
+next-token logits: a restored snapshot goes on as a cold run does, at 255, 256 and 257 tokens, at one below, at and one
+above each window, and at a mark; children forked beside a decoding parent are what they are alone, and the parent
+stays; state behind 8 decoded tokens is the same in two runs; a rollback to a mark and to a block boundary goes on as a
+cold run. Besides, greedy tokens are the same through a snapshot as in one go, and with three rows as alone.
+
+| answer | families |
+|---|---|
+{counts}
+
+*refused* and *not built* have their reason in the row; *not built* says nothing about the family, only that this
+machine could not make one.
+
+## Families
+
+| family | caches | decode | answer |
+|---|---|---|---|
+"""
+
+_CLASSES = """| class | kept as | where |
+|---|---|---|
+| `KVCache`, `ConcatenateKVCache` | keys and values of every token | each block's own record |
+| `QuantizedKVCache` | packed keys and values, scales and biases of every token | each block's own record |
+| `RotatingKVCache` | the window's tokens | each block's last min(256, W) tokens |
+| `RotatingKVCache`, `keep` > 0 | the kept head, and the window behind it | the head in every record, else as above |
+| `ChunkedKVCache` | the last chunk's tokens | each block's last min(256, chunk) tokens |
+| `ArraysCache` | every slot that is set | the boundary's record |
+| `deepseek_v41.LayerCache` | window, compressed groups, index keys, open group | the boundary's record, which grows |
+| `CacheList` | its members, in order, at any depth | – |
+| a cache that no call fills | nothing; filled later, the row fails | – |"""
+
+
+def markdown(verdicts: Sequence[Verdict]) -> str:
+    """The page."""
+    import mlx.core as mx
+
+    counts = Counter(v.outcome for v in verdicts)
+    head = _HEAD.format(
+        lm=version("mlx-lm"),
+        mlx=version("mlx"),
+        machine="Metal" if mx.metal.is_available() else "CPU, float32",
+        classes=_CLASSES,
+        counts="\n".join(f"| {o.value} | {counts[o]} |" for o in Outcome if counts[o]),
+    )
+    return head + "\n".join(_row(v) for v in verdicts) + "\n"
+
+
+def _row(verdict: Verdict) -> str:
+    caches = f"`{verdict.caches}`" if verdict.caches else "–"
+    ran = verdict.outcome not in (Outcome.NOT_BUILT, Outcome.REFUSED)
+    decode = "–" if not ran else f"one call each: {verdict.alone}" if verdict.alone else "one call"
+    note = f": {verdict.note}" if verdict.note else ""
+    return "| " + " | ".join(_cell(c) for c in (verdict.name, caches, decode, verdict.outcome.value + note)) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
