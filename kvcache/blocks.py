@@ -46,3 +46,11 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def tokens_of(data: bytes) -> array[int]:
+    """The inverse of `token_bytes`."""
+    tokens = array("I", data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens

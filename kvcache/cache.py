@@ -12,6 +12,7 @@ snapshot's node outlives the snapshot; evicting state never ends a handle.
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -20,13 +21,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.blocks import BLOCK_TOKENS, block_key, root_key
+from kvcache.errors import StoreError
+from kvcache.journal import Journal
+from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
 from kvcache.receipt import MissReason
 from kvcache.records import PutResult, RecordId, RecordKind, Tier
 from kvcache.restore import RestorePlan, disk_tokens, needed, plan_restore
 from kvcache.schedule import is_decoded, plan_calls, prefill_schedule, replay_cuts, trimmed_schedule
-from kvcache.snapshots import GoneReason, Snapshot, SnapshotBusy, SnapshotRegistry
+from kvcache.snapshots import (
+    GoneReason,
+    NotDurableSnapshot,
+    Snapshot,
+    SnapshotBusy,
+    SnapshotRegistry,
+    UnknownSnapshot,
+)
 from kvcache.store import TieredStore
+from kvcache.store_dir import boot_id
 from kvcache.tree import BlockTree, Node
 
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
@@ -43,6 +55,15 @@ class CacheLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Durable:
+    """What a cache over a durable store needs to know of it."""
+
+    ring: KeyRing
+    instance: str
+    opening: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
     """How to keep a new snapshot."""
 
@@ -50,6 +71,7 @@ class Keep:
     ttl: float | None = None
     pinned: bool = False
     labels: tuple[tuple[str, str], ...] = ()
+    durable: bool = False  # `make_durable` follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +126,10 @@ class PrefixCache:
         limits: CacheLimits = CacheLimits(),
         share_decoded: bool = False,
         clock: Callable[[], float] = time.time,
+        durable: Durable | None = None,
     ) -> None:
+        """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded."""
+        assert store.durable == (durable is not None)
         self.store = store
         self.layout = layout
         self.fingerprint = fingerprint
@@ -116,6 +141,14 @@ class PrefixCache:
         self._snapshots = SnapshotRegistry(
             max_per_owner=limits.max_snapshots, max_pinned=limits.max_pinned, forget=self._forget
         )
+        self._durable = durable
+        self._journal: Journal | None = None
+        if durable is not None:
+            self._journal = Journal(store, fingerprint, self._tree, clock)
+            for snapshot in self._journal.load(durable.ring.owners()).snapshots:
+                self._snapshots.restore(snapshot)
+                if snapshot.pinned:
+                    self.store.pin(self._records_of(snapshot))
 
     def __repr__(self) -> str:
         return f"<PrefixCache snapshots={len(self._snapshots)} nodes={len(self._tree)}>"
@@ -265,9 +298,12 @@ class PrefixCache:
     # -- commit ---------------------------------------------------------------------------------------------------
 
     def root(self, owner: str) -> Node:
-        """The empty prefix of an owner."""
+        """The empty prefix of an owner. With a durable store: OSError if the owner's first key cannot be written."""
+        key_id = self._durable.ring.id_of(owner) if self._durable is not None else 0
         with self._lock:
-            return self._tree.root(root_key(self.fingerprint, owner))
+            root = self._tree.root(root_key(self.fingerprint, owner))
+            root.key_id = key_id
+            return root
 
     def wants(self, parent: Node, tokens: Sequence[int], schedule: bytes, *, logits: bool) -> tuple[RecordKind, ...]:
         """The record kinds of a place that are not stored yet, so that nobody copies state for nothing."""
@@ -294,7 +330,7 @@ class PrefixCache:
             node.holds += 1
         lost: PutResult | None = None
         for kind, payload in payloads.items():
-            result = self.store.put(RecordId(node.key, kind), payload, explicit=explicit)
+            result = self.store.put(RecordId(node.key, kind), payload, explicit=explicit, key_id=node.key_id)
             if not result.held and lost is None:
                 lost = result
         if lost is not None:
@@ -320,7 +356,7 @@ class PrefixCache:
         ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
         lineage = ((*parent.lineage, parent.id) if parent else ())[-LINEAGE_LIMIT:]
         snapshot = Snapshot(
-            id=keep.snapshot_id or new_snapshot_id(),
+            id=keep.snapshot_id or self._new_id(durable=keep.durable),
             owner=owner,
             node=node,
             lineage=lineage,
@@ -348,20 +384,20 @@ class PrefixCache:
     def snapshot(self, owner: str, snapshot_id: str) -> Snapshot:
         """Raises UnknownSnapshot or GoneSnapshot."""
         with self._lock:
-            return self._snapshots.find(owner, snapshot_id, self._clock())
+            return self._find(owner, snapshot_id)
 
     def use(self, owner: str, snapshot_id: str) -> Snapshot:
         """The snapshot, counted as in use until `unuse`: it neither expires nor can be deleted unawares."""
         with self._lock:
-            snapshot = self._snapshots.find(owner, snapshot_id, self._clock())
+            snapshot = self._find(owner, snapshot_id)
             snapshot.uses += 1
-            snapshot.touch(self._clock())
+            self._touch(snapshot)
             return snapshot
 
     def unuse(self, snapshot: Snapshot) -> None:
         with self._lock:
             snapshot.uses -= 1
-            snapshot.touch(self._clock())
+            self._touch(snapshot)
 
     def snapshots(self, owner: str) -> list[Snapshot]:
         """Oldest first."""
@@ -416,6 +452,7 @@ class PrefixCache:
                 snapshot.expires = now + snapshot.ttl
             if expires is not None:
                 snapshot.expires = min(expires, now + self.limits.max_ttl)
+            self._changed(snapshot)
 
     def extend(self, snapshot: Snapshot, ttl: float | None) -> None:
         """More time from now on; never less than promised."""
@@ -423,6 +460,7 @@ class PrefixCache:
             if ttl is not None:
                 snapshot.ttl = min(ttl, self.limits.max_ttl)
             snapshot.expires = max(snapshot.expires, self._clock() + snapshot.ttl)
+            self._changed(snapshot)
 
     def cut(self, node: Node, position: int) -> Node | None:
         """A node that ends exactly at `position` of `node`'s prefix and needs no compute; None if there is none.
@@ -523,6 +561,8 @@ class PrefixCache:
             node.holds += 1
             if pinned:
                 self.store.pin(self._records_of(snapshot))
+            if self._journal is not None and snapshot.recorded:
+                self._journal.moved(snapshot)
             self._unhold(old)
 
     def sweep(self) -> None:
@@ -530,8 +570,66 @@ class PrefixCache:
         with self._lock:
             self._snapshots.expire(self._clock())
             self._forget_lost()
+            if self._journal is not None:
+                self._journal.sweep()
+
+    # -- durable stores -------------------------------------------------------------------------------------------
+
+    def make_durable(self, snapshot: Snapshot, done: Callable[[StoreError | None], None]) -> None:
+        """Brings a snapshot to disk with its state. `done` is told the error, or None once it survives a power cut.
+
+        It runs on the store's I/O thread and must not block. Until then the snapshot is in use.
+        """
+        assert self._journal is not None, "the store is ephemeral"
+
+        def safe(error: StoreError | None) -> None:
+            with self._lock:
+                snapshot.durable = snapshot.durable or error is None
+                snapshot.uses -= 1
+            done(error)
+
+        with self._lock:
+            snapshot.uses += 1
+            snapshot.recorded = True
+            self._journal.save(snapshot, self._records_of(snapshot), safe)
+
+    def settle(self, done: Callable[[StoreError | None], None]) -> None:
+        """Calls back once every change so far is on disk, or has failed; at once if nothing ever is."""
+        if self._journal is None:
+            done(None)
+        else:
+            self._journal.settle(done)
+
+    def close(self) -> None:
+        """Writes what a durable store still has to learn, and closes the store."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.finish(self._snapshots)
+        self.store.close()
 
     # -- inside the lock ------------------------------------------------------------------------------------------
+
+    def _find(self, owner: str, snapshot_id: str) -> Snapshot:
+        try:
+            return self._snapshots.find(owner, snapshot_id, self._clock())
+        except UnknownSnapshot:
+            opening = opening_of(snapshot_id)
+            if self._durable is not None and opening is not None and opening < self._durable.opening:
+                raise NotDurableSnapshot(snapshot_id, boot_id(self._durable.instance, opening)) from None
+            raise
+
+    def _new_id(self, *, durable: bool) -> str:
+        marked = self._durable is not None and not durable
+        return new_snapshot_id(opening=self._durable.opening if marked and self._durable is not None else None)
+
+    def _touch(self, snapshot: Snapshot) -> None:
+        snapshot.touch(self._clock())
+        if self._journal is not None and snapshot.recorded:
+            self._journal.used(snapshot)
+
+    def _changed(self, snapshot: Snapshot) -> None:
+        if self._journal is not None and snapshot.recorded:
+            self._journal.changed(snapshot)
 
     def _has(self, record: RecordId) -> bool:
         return self.store.locate(record) is not None
@@ -564,6 +662,9 @@ class PrefixCache:
         """Called by the registry, in the lock, when a name ends."""
         if snapshot.pinned:
             self.store.unpin(self._records_of(snapshot))
+        if self._journal is not None and snapshot.recorded:
+            self._journal.gone(snapshot)
+            snapshot.recorded = False  # whoever still holds it writes no more
         self._unhold(snapshot.node)
 
     def _unhold(self, node: Node) -> None:
@@ -583,6 +684,8 @@ class PrefixCache:
             if any(self._has(RecordId(here.key, kind)) for kind in (*self.layout.kinds, RecordKind.LOGITS)):
                 continue
             todo += self._tree.discard(here)
+            if self._journal is not None:
+                self._journal.node_gone(here.key)
             if here.borrows is not None:
                 self._unhold(here.borrows)
 
@@ -595,8 +698,18 @@ class PrefixCache:
                 self._prune(node)
 
 
-def new_snapshot_id() -> str:
-    """128 random bits, in the alphabet that callers' ids have."""
+def new_snapshot_id(*, opening: int | None = None) -> str:
+    """128 random bits, in the alphabet that callers' ids have.
+
+    `opening`: the durable store's, for a snapshot that is not durable: a later opening can tell what became of it.
+    """
     number = int.from_bytes(secrets.token_bytes(16), "big")
     alphabet = "0123456789abcdefghijklmnopqrstuv"
-    return "s" + "".join(alphabet[number >> shift & 31] for shift in range(125, -1, -5))
+    mark = f"-m{opening}" if opening is not None else ""
+    return "s" + "".join(alphabet[number >> shift & 31] for shift in range(125, -1, -5)) + mark
+
+
+def opening_of(snapshot_id: str) -> int | None:
+    """The opening that `new_snapshot_id` was given, if any."""
+    match = re.fullmatch(r"s[0-9a-v]{26}-m([0-9]{1,10})", snapshot_id)
+    return int(match[1]) if match else None

@@ -10,14 +10,15 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvcache.errors import DiskFull, MissingRecord, RecordError, StoreClosed
+from kvcache.errors import DiskFull, FormatError, MissingRecord, RecordError, StoreClosed, StoreError
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import Entry, RecordIndex
-from kvcache.records import Buffer, FetchResult, PutResult, RecordId, Tier
+from kvcache.notes import NoteBook
+from kvcache.records import Buffer, FetchResult, Name, Note, NoteId, PutResult, RecordId, Tier
 from kvcache.segments import Extent, SegmentLog, Step
 from kvcache.stats import Tally
 from kvcache.writer import CircuitBreaker, IoThread
@@ -83,6 +84,7 @@ class DiskTier:
         self._io = io
         self._breaker = breaker
         self._clock = clock
+        self.notes = NoteBook(segments)
         self._last_refusal = PutResult.SKIPPED_DISK_ERROR
         self._awaits_room = False  # the last failure was ours to end: nothing could be evicted
 
@@ -100,18 +102,19 @@ class DiskTier:
     # Jobs. REQUIRES: lock is not held
 
     def write(self, entry: Entry) -> None:
+        try:
+            self._write_out(entry)
+        except Exception as error:  # whatever went wrong, a record left PENDING would block the queue for good
+            self._write_failed(entry, error)
+
+    def _write_out(self, entry: Entry) -> None:
         ledger = self._ledger
         with ledger.lock:
             payload = entry.payload
         if payload is None:
-            return  # removed while it waited
-        try:
-            if not self.make_room(entry.size + RECORD_OVERHEAD):
-                raise DiskFull(f"no room for {entry.size} bytes: everything on disk is pinned, or the disk is full")
-            extent = self._segments.append(entry.record, payload)
-        except Exception as error:  # whatever went wrong, a record left PENDING would block the queue for good
-            self._write_failed(entry, error)
-            return
+            return  # removed, or written by another job, while it waited
+        self._need_room(entry.size)
+        extent = self._segments.append(entry.record, payload, entry.key_id)
         with ledger.lock:
             self._resume()
             ledger.tally.add("written", entry.size)
@@ -120,6 +123,78 @@ class DiskTier:
                 ledger.settled.notify_all()
             else:
                 ledger.index.release(extent)  # removed while it was written
+
+    def persist(
+        self,
+        records: Sequence[RecordId],
+        phases: Sequence[Sequence[Note]],
+        *,
+        strict: bool,
+    ) -> StoreError | None:
+        """Bring `records` and then the notes to disk, safely; each phase is safe before the next one begins.
+
+        The records must be pinned. `strict`: one that is not held is an error, else it is passed over.
+        """
+        ledger = self._ledger
+        try:
+            for record in records:
+                self._io.run_urgent()
+                with ledger.lock:
+                    entry = ledger.index.get(record)
+                if entry is not None:
+                    self._make_safe(entry)
+                with ledger.lock:
+                    entry = ledger.index.get(record)
+                    on_disk = entry is not None and entry.tier is Tier.DISK
+                if strict and not on_disk:
+                    raise MissingRecord(record, "not held any more")
+            self._segments.sync()
+            for phase in phases:
+                for note in phase:
+                    self._need_room(len(note.payload))
+                    self.notes.write(note)
+                self._segments.sync()
+            self.notes.lay_to_rest()
+        except MissingRecord as error:
+            return error
+        except (OSError, FormatError, DiskFull) as error:
+            with ledger.lock:
+                ledger.tally.write_error(error)
+            log.warning("the durable store could not write: %s", error)
+            return error if isinstance(error, StoreError) else StoreError(f"{type(error).__name__}: {error}")
+        return None
+
+    def forget_notes(self, notes: Sequence[NoteId]) -> None:
+        """Their bytes count no more. What could still refer to them must be gone from the disk."""
+        for note in notes:
+            self.notes.forget(note)
+
+    def read_note(self, note: NoteId) -> Buffer | None:
+        """The payload; None, counted and logged, if it does not verify."""
+        extent = self.notes.place(note)
+        if extent is None:
+            return None
+        try:
+            return self._segments.read(note, extent)
+        except RecordError as error:
+            with self._ledger.lock:
+                self._ledger.tally.corrupt += 1
+                self._ledger.tally.last_error = str(error)
+            log.warning("dropped a note: %s", error)
+            self.notes.forget(note)
+            return None
+
+    def _make_safe(self, entry: Entry) -> None:
+        extent = entry.extent  # on disk it changes on this thread alone
+        if extent is None:
+            self._write_out(entry)
+        elif self._segments.is_suspect(extent):
+            self._need_room(entry.size)
+            self._copy_on(entry.record, extent)
+
+    def _need_room(self, payload_bytes: int) -> None:
+        if not self.make_room(payload_bytes + RECORD_OVERHEAD):
+            raise DiskFull(f"no room for {payload_bytes} bytes: everything on disk is pinned, or the disk is full")
 
     def read(self, records: tuple[RecordId, ...]) -> FetchResult:
         """All or nothing; a record that does not verify is dropped."""
@@ -178,12 +253,18 @@ class DiskTier:
                         victim = ledger.index.pop_victim(Tier.DISK)
                         if victim is not None:
                             ledger.evict(victim)
+                case Step.DROP_FOREIGN:
+                    size = self._segments.drop_foreign()
+                    log.info("removed %d bytes of another model's state to make room", size)
                 case Step.CLEAN:
                     for record, extent in self._segments.cleaning_victim():
                         self._io.run_urgent()
                         self._copy_on(record, extent)
 
-    def _copy_on(self, record: RecordId, extent: Extent) -> None:
+    def _copy_on(self, record: Name, extent: Extent) -> None:
+        if isinstance(record, NoteId):
+            self.notes.copy_on(record, extent)
+            return
         ledger = self._ledger
         with ledger.lock:
             entry = ledger.index.get(record)

@@ -8,7 +8,8 @@ KVCacheError
     │   ├── CorruptRecord      stored, but the bytes do not verify
     │   └── UnreadableRecord   stored, but the operating system refused the read
     ├── DiskFull           no room under the budget or above the free-space floor
-    └── StoreClosed        the store was closed
+    ├── StoreClosed        the store was closed
+    └── StoreUnusable      a store's directory, or its master key, cannot be used
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcache.records import RecordId
+    from kvcache.records import Name
 
 
 class KVCacheError(Exception):
@@ -34,7 +35,7 @@ class StoreError(KVCacheError):
 class RecordError(StoreError):
     """One record could not be served."""
 
-    def __init__(self, record: RecordId, reason: str) -> None:
+    def __init__(self, record: Name, reason: str) -> None:
         super().__init__(f"{record}: {reason}")
         self.record = record
         self.reason = reason
@@ -58,3 +59,7 @@ class DiskFull(StoreError):
 
 class StoreClosed(StoreError):
     """The store was closed before or while it was asked."""
+
+
+class StoreUnusable(StoreError):
+    """A durable store's directory or master key cannot be used; the text says why and what to do."""

@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass
 
 from kvcache.errors import FormatError
-from kvcache.records import Buffer, RecordId, RecordKind
+from kvcache.records import Buffer, Name, NoteId, NoteKind, RecordId, RecordKind
 
 FORMAT_VERSION = 1
 
@@ -33,6 +33,7 @@ RECORD_OVERHEAD = RECORD_HEADER.size + TRAILER_BYTES
 MAX_PAYLOAD_BYTES = (1 << 31) - 1 - RECORD_OVERHEAD  # what one AES-GCM call of `cryptography` takes
 
 NO_NAMESPACE = bytes(32)
+FIRST_NOTE_KIND = 128  # from here on records describe others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class SegmentHeader:
 class RecordHeader:
     """The 64 bytes before a record's payload."""
 
-    record: RecordId
+    record: Name
     payload_bytes: int
     flags: int
     nonce: bytes = bytes(NONCE_BYTES)
@@ -101,7 +102,7 @@ def decode_record_header(data: Buffer) -> RecordHeader:
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise FormatError(f"payload length {payload_bytes} is beyond the format")
     try:
-        record = RecordId(key, RecordKind(kind))
+        record: Name = NoteId(key, NoteKind(kind)) if kind >= FIRST_NOTE_KIND else RecordId(key, RecordKind(kind))
     except ValueError:
         raise FormatError(f"unknown record kind {kind}") from None
     return RecordHeader(record=record, payload_bytes=payload_bytes, flags=flags, nonce=nonce, key_id=key_id)

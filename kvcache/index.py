@@ -10,7 +10,7 @@ in one tier; only unpinned records are offered for eviction; usage per tier and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvcache.eviction import RecencyQueue
@@ -28,6 +28,7 @@ class Entry:
     tier: Tier
     explicit: bool
     tick: int
+    key_id: int = 0  # which sealing key
     payload: Buffer | None = None
     extent: Extent | None = None
 
@@ -74,9 +75,32 @@ class RecordIndex:
     def usage(self) -> dict[tuple[Tier, RecordKind], Usage]:
         return {where: Usage(count.records, count.bytes) for where, count in self._counts.items()}
 
-    def add(self, record: RecordId, payload: Buffer, tier: Tier, *, explicit: bool) -> Entry:
+    def __iter__(self) -> Iterator[RecordId]:
+        return iter(list(self._entries))
+
+    def adopt(self, record: RecordId, size: int, extent: Extent, key_id: int) -> None:
+        """Add a record that is on disk already."""
         entry = Entry(
-            record=record, size=len(payload), tier=tier, explicit=explicit, tick=next(self._ticks), payload=payload
+            record=record,
+            size=size,
+            tier=Tier.DISK,
+            explicit=True,
+            tick=next(self._ticks),
+            key_id=key_id,
+            extent=extent,
+        )
+        self._entries[record] = entry
+        self._enter(entry)
+
+    def add(self, record: RecordId, payload: Buffer, tier: Tier, *, explicit: bool, key_id: int = 0) -> Entry:
+        entry = Entry(
+            record=record,
+            size=len(payload),
+            tier=tier,
+            explicit=explicit,
+            tick=next(self._ticks),
+            key_id=key_id,
+            payload=payload,
         )
         self._entries[record] = entry
         self._lost.pop(record, None)  # the owner need not hear of a loss that was made good

@@ -26,6 +26,14 @@ class RecordKind(enum.IntEnum):
     LOGITS = 4  # next-token logits after a prefix
 
 
+class NoteKind(enum.IntEnum):
+    """What a durable store records about records. The numbers are on disk: never renumber."""
+
+    NODE = 128  # the tokens of one block or tail, and what it follows
+    SNAPSHOT = 129  # a handle; a later one of the same key replaces it
+    TOMBSTONE = 130  # the handle of this key is gone
+
+
 class Tier(enum.Enum):
     """Where a record is held."""
 
@@ -71,6 +79,33 @@ class RecordId:
         return f"{self.kind.name.lower()} {self.key[:8].hex()}"
 
 
+@dataclass(frozen=True, slots=True)
+class NoteId:
+    """Name of one note: the key of its node, or the digest of a handle's owner and id."""
+
+    key: bytes
+    kind: NoteKind
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise ValueError(f"a note's key has {KEY_BYTES} bytes, not {len(self.key)}")
+
+    def __str__(self) -> str:
+        return f"{self.kind.name.lower()} {self.key[:8].hex()}"
+
+
+Name: TypeAlias = RecordId | NoteId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A note to be written, sealed with the key of this id."""
+
+    id: NoteId
+    payload: bytes
+    key_id: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchResult:
     """All payloads asked for, in that order, or the error of the first bad record and nothing else.
@@ -91,7 +126,8 @@ class FetchResult:
     @property
     def failed(self) -> RecordId | None:
         """The first bad record, or None: nothing failed, or not one record's fault (the store was closed)."""
-        return self.error.record if isinstance(self.error, RecordError) else None
+        record = self.error.record if isinstance(self.error, RecordError) else None
+        return record if isinstance(record, RecordId) else None
 
     def bytes_from(self, tier: Tier) -> int:
         return sum(size for source, size in zip(self.tiers, self.sizes, strict=True) if source is tier)

@@ -5,8 +5,9 @@ key, kind or length.
 
 Nonces: 4 bytes chosen when the seal is made + an 8-byte counter that only this seal counts, from 0, once per record
 it seals. A number is spent even if the write then fails. The key is random, made together with the counter and never
-leaves the process, so a pair (key, nonce) cannot come twice. A store that keeps its key across restarts must instead
-take the 4 bytes from a count of openings that it has made durable first.
+leaves the process, so a pair (key, nonce) cannot come twice. A store that keeps its keys across restarts
+(`kvcache.keys`) instead takes the 4 bytes from a count of openings that it has made durable first; there a nonce also
+says which of two records is newer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from kvcache.format import (
     decode_record_header,
     encode_record_header,
 )
-from kvcache.records import Buffer, RecordId
+from kvcache.records import Buffer, Name
 
 NONCE = struct.Struct("<4sQ")
+OPENING = struct.Struct("<I")  # what the first 4 bytes are in a durable store
 CRC_TRAILER = struct.Struct("<I12x")
 
 # From here on a buffer is mapped instead of allocated: bytearray zeroes its memory while holding the interpreter lock,
@@ -58,15 +60,22 @@ class Scratch:
 class Seal(Protocol):
     """Turns a payload into record bytes and back."""
 
-    def seal(self, record: RecordId, payload: Buffer, scratch: Scratch) -> Sequence[Buffer]:
-        """The record as buffers to be written one after the other, valid until `scratch` is used again."""
+    def seal(self, record: Name, payload: Buffer, scratch: Scratch, *, key_id: int = 0) -> Sequence[Buffer]:
+        """The record as buffers to be written one after the other, valid until `scratch` is used again.
+
+        `key_id` chooses the key where there are several; a seal with one key records the number and no more.
+        """
         ...
 
-    def open(self, expected: RecordId, data: memoryview) -> Buffer:
+    def open(self, expected: Name, data: memoryview) -> Buffer:
         """The payload of the whole record `data`; FormatError if anything differs from what was sealed as `expected`.
 
         The result shares memory with `data` unless `copies` is true.
         """
+        ...
+
+    def knows(self, key_id: int) -> bool:
+        """Whether records under this key can be opened."""
         ...
 
     @property
@@ -91,20 +100,30 @@ class AesGcmSeal:
         self._prefix = nonce_prefix if nonce_prefix is not None else os.urandom(4)
         self._counter = itertools.count()  # next() is atomic under the interpreter lock
 
-    def seal(self, record: RecordId, payload: Buffer, scratch: Scratch) -> Sequence[Buffer]:
+    def cipher(self, key_id: int) -> AESGCM:
+        """The cipher of one key; FormatError if there is none."""
+        del key_id
+        return self._cipher
+
+    def knows(self, key_id: int) -> bool:
+        del key_id
+        return True
+
+    def seal(self, record: Name, payload: Buffer, scratch: Scratch, *, key_id: int = 0) -> Sequence[Buffer]:
+        cipher = self.cipher(key_id)
         nonce = NONCE.pack(self._prefix, next(self._counter))
         header = encode_record_header(
-            RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags, nonce=nonce)
+            RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags, nonce=nonce, key_id=key_id)
         )
         sealed = scratch.take(len(payload) + TRAILER_BYTES)
-        self._cipher.encrypt_into(nonce, payload, header, sealed)
+        cipher.encrypt_into(nonce, payload, header, sealed)
         return (header, sealed)
 
-    def open(self, expected: RecordId, data: memoryview) -> Buffer:
+    def open(self, expected: Name, data: memoryview) -> Buffer:
         header = check_header(expected, data, flags=self.flags)
         payload = new_buffer(header.payload_bytes)
         try:
-            self._cipher.decrypt_into(
+            self.cipher(header.key_id).decrypt_into(
                 header.nonce, data[RECORD_HEADER.size :], bytes(data[: RECORD_HEADER.size]), payload
             )
         except InvalidTag:
@@ -122,16 +141,28 @@ class ChecksumSeal:
     flags = 0
     copies = False
 
-    def seal(self, record: RecordId, payload: Buffer, scratch: Scratch) -> Sequence[Buffer]:
-        header = encode_record_header(RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags))
+    def knows(self, key_id: int) -> bool:
+        del key_id
+        return True
+
+    def seal(self, record: Name, payload: Buffer, scratch: Scratch, *, key_id: int = 0) -> Sequence[Buffer]:
+        header = encode_record_header(
+            RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags, key_id=key_id)
+        )
         return (header, payload, _checksum(header, payload))
 
-    def open(self, expected: RecordId, data: memoryview) -> Buffer:
+    def open(self, expected: Name, data: memoryview) -> Buffer:
         check_header(expected, data, flags=self.flags)
         payload = data[RECORD_HEADER.size : -TRAILER_BYTES]
         if data[-TRAILER_BYTES:] != _checksum(data[: RECORD_HEADER.size], payload):
             raise FormatError("payload checksum does not match")
         return payload.toreadonly()
+
+
+def sequence_of(nonce: bytes) -> tuple[int, int]:
+    """Opening and counter: the greater of two is the newer record of a durable store."""
+    prefix, counter = NONCE.unpack(nonce)
+    return OPENING.unpack(prefix)[0], counter
 
 
 def _checksum(header: Buffer, payload: Buffer) -> bytes:
@@ -140,7 +171,7 @@ def _checksum(header: Buffer, payload: Buffer) -> bytes:
     return CRC_TRAILER.pack(zlib.crc32(payload, zlib.crc32(header[: -CRC.size])))
 
 
-def check_header(expected: RecordId, data: memoryview, *, flags: int) -> RecordHeader:
+def check_header(expected: Name, data: memoryview, *, flags: int) -> RecordHeader:
     """The header of the whole record `data`; FormatError if it has another name, length or flags."""
     header = decode_record_header(data)
     if header.record != expected:

@@ -4,6 +4,9 @@ It decides when space must be won and says so as a `Step`; what to evict is its 
 time. Invariants: the files together never exceed the budget; a written record is never changed, only copied on and
 left behind; a file is removed as soon as nothing in it counts.
 
+With an `Identity` the log is durable: it finds again what it wrote (`recover`), says when records are safe (`sync`),
+and removes a file only after the copies of what was in it are. Segments of other models are counted and never read.
+
 Room is kept back for cleaning: an ordinary append leaves `segment_bytes` of the budget free, so that a segment's live
 records can be copied on before the file they came from is dropped.
 """
@@ -12,14 +15,25 @@ from __future__ import annotations
 
 import enum
 import os
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvcache.errors import CorruptRecord, DiskFull, FormatError, UnreadableRecord
-from kvcache.format import MAX_PAYLOAD_BYTES, RECORD_OVERHEAD, SEGMENT_HEADER, SegmentHeader, encode_segment_header
-from kvcache.records import Buffer, RecordId
+from kvcache.format import (
+    MAX_PAYLOAD_BYTES,
+    NO_NAMESPACE,
+    RECORD_OVERHEAD,
+    SEGMENT_HEADER,
+    SegmentHeader,
+    encode_segment_header,
+)
+from kvcache.records import Buffer, Name, NoteId, NoteKind
+from kvcache.recovery import Recovered, read_segments
 from kvcache.seal import Scratch, Seal, check_header, new_buffer
 from kvcache.storage import Storage
+from kvcache.store_dir import Identity
 
 MAX_SEGMENTS = 128  # each is an open file; macOS allows 256 by default
 
@@ -45,6 +59,7 @@ class Step(enum.Enum):
     READY = enum.auto()  # nothing: append
     EVICT = enum.auto()  # give up one record
     CLEAN = enum.auto()  # copy the live records of `cleaning_victim` on
+    DROP_FOREIGN = enum.auto()  # remove a segment of another model
     FULL = enum.auto()  # none of it would help
 
 
@@ -53,7 +68,8 @@ class _Segment:
     number: int
     size: int
     live: int = 0
-    records: dict[int, tuple[RecordId, int]] = field(default_factory=dict)  # offset: record, length
+    records: dict[int, tuple[Name, int]] = field(default_factory=dict)  # offset: record, length
+    ghosts: set[bytes] = field(default_factory=set)  # keys of handles of which an outdated version lies here
 
     @property
     def dead(self) -> int:
@@ -64,7 +80,14 @@ class SegmentLog:
     """Appends, reads, releases and copies on sealed records."""
 
     def __init__(
-        self, storage: Storage, seal: Seal, *, budget_bytes: int, segment_bytes: int, min_free_bytes: int
+        self,
+        storage: Storage,
+        seal: Seal,
+        *,
+        budget_bytes: int,
+        segment_bytes: int,
+        min_free_bytes: int,
+        identity: Identity | None = None,
     ) -> None:
         self._storage = storage
         self._seal = seal
@@ -72,17 +95,25 @@ class SegmentLog:
         self._min_free = min_free_bytes
         # A sixteenth at most, as three segments' worth is kept free; not so small that files outnumber MAX_SEGMENTS.
         self._segment_bytes = max(min(segment_bytes, budget_bytes // 16), budget_bytes // MAX_SEGMENTS)
-        self._store_id = os.urandom(16)
+        self._identity = identity
+        self._durable = identity is not None
+        self._store_id = identity.store_id if identity is not None else os.urandom(16)
+        self._namespace = identity.namespace if identity is not None else NO_NAMESPACE
         self._scratch = Scratch()
         self._segments: dict[int, _Segment] = {}
         self._active: _Segment | None = None
         self._next_number = 0
+        self._foreign: dict[int, int] = {}  # segments of other models, or of nobody: number and bytes, oldest first
+        self._unsynced: set[int] = set()
+        self._suspect: set[int] = set()  # a sync failed: what the system holds of them may never reach the disk
+        self._condemned: set[int] = set()  # to be removed as soon as a sync succeeds
+        self._ghosts: Counter[bytes] = Counter()
         self.file_bytes = 0
         self.live_bytes = 0
 
     @property
     def segments(self) -> int:
-        return len(self._segments)
+        return len(self._segments) + len(self._foreign)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -107,6 +138,8 @@ class SegmentLog:
             need += SEGMENT_HEADER.size
         if self.file_bytes + need <= limit:
             return Step.READY
+        if self._foreign:
+            return Step.DROP_FOREIGN
         if can_evict and self.live_bytes + need > limit - slack:
             return Step.EVICT
         victim = self._least_live()
@@ -114,11 +147,73 @@ class SegmentLog:
             return Step.CLEAN
         return Step.EVICT if can_evict else Step.FULL
 
-    def append(self, record: RecordId, payload: Buffer) -> Extent:
-        """Seal and write one record; nothing of it counts if this raises (OSError, or DiskFull on the budget)."""
-        return self._append(self._seal.seal(record, payload, self._scratch), record, len(payload) + RECORD_OVERHEAD)
+    def recover(self) -> Recovered[Extent]:
+        """Take over what earlier openings wrote, once, before anything else. OSError, or StoreUnusable on old nonces.
 
-    def read(self, record: RecordId, extent: Extent) -> Buffer:
+        Of several records of one name the newest counts. What is returned counts until it is released.
+        """
+        assert self._identity is not None, "an ephemeral log has no past"
+        numbers, foreign, found = read_segments(self._storage, self._seal, self._identity)
+        for number, size in numbers.items():
+            self._segments[number] = _Segment(number=number, size=size)
+        self._foreign = dict(sorted(foreign.items()))
+        self.file_bytes = sum(numbers.values()) + sum(foreign.values())
+        self._next_number = max([*numbers, *foreign], default=-1) + 1
+        records: dict[Name, tuple[Extent, int]] = {}
+        for name, place in found.records.items():
+            segment = self._segments[place.segment]
+            segment.records[place.offset] = (name, place.length)
+            segment.live += place.length
+            self.live_bytes += place.length
+            records[name] = (Extent(place.segment, place.offset, place.length), place.key_id)
+        for number, key in found.ghosts:
+            self._haunt(self._segments[number], key)
+        newest = max(numbers, default=None)
+        if newest is not None and newest not in found.damaged_segments:
+            self._active = self._segments[newest]
+        for segment in [s for s in self._segments.values() if not s.records and s is not self._active]:
+            self._remove(segment)
+        return Recovered(records=records, damaged=found.damaged, cut_bytes=found.cut_bytes, unreadable=found.unreadable)
+
+    def append(self, record: Name, payload: Buffer, key_id: int = 0) -> Extent:
+        """Seal and write one record; nothing of it counts if this raises (OSError, or DiskFull on the budget)."""
+        parts = self._seal.seal(record, payload, self._scratch, key_id=key_id)
+        return self._append(parts, record, len(payload) + RECORD_OVERHEAD)
+
+    def sync(self) -> None:
+        """Return once everything appended so far would survive a power cut. OSError: nobody knows what would."""
+        for number in sorted(self._unsynced):
+            try:
+                self._storage.sync(number)
+            except OSError:
+                # The system may have dropped the pages and call the next sync a success: never build on them again.
+                self._suspect.add(number)
+                self._unsynced.discard(number)
+                if self._active is not None and self._active.number == number:
+                    self._active = None
+                raise
+            self._unsynced.discard(number)
+        for number in list(self._condemned):
+            self._condemned.discard(number)
+            self._delete(self._segments[number])
+
+    def is_suspect(self, extent: Extent) -> bool:
+        """Whether a sync failed over this record, so that it has to be written elsewhere to be safe."""
+        return extent.segment in self._suspect
+
+    def is_haunted(self, key: bytes) -> bool:
+        """Whether an outdated version of this handle still lies in some file."""
+        return self._ghosts[key] > 0
+
+    def drop_foreign(self) -> int:
+        """Remove the oldest segment of another model; its size in bytes."""
+        number = next(iter(self._foreign))
+        size = self._foreign.pop(number)
+        self._storage.remove(number)
+        self.file_bytes -= size
+        return size
+
+    def read(self, record: Name, extent: Extent) -> Buffer:
         """The payload. CorruptRecord if `extent` does not hold what was written as `record`; UnreadableRecord."""
         data = self._read(record, extent, self._scratch if self._seal.copies else None)
         try:
@@ -126,7 +221,7 @@ class SegmentLog:
         except FormatError as error:
             raise CorruptRecord(record, str(error)) from error
 
-    def copy_on(self, record: RecordId, extent: Extent) -> Extent:
+    def copy_on(self, record: Name, extent: Extent) -> Extent:
         """Write the record's bytes again at the log's end, as they are: a record does not know where it lies.
 
         The header is checked here (CorruptRecord, UnreadableRecord), the payload when it is next read. OSError and
@@ -142,13 +237,15 @@ class SegmentLog:
     def release(self, extent: Extent) -> None:
         """The record at `extent` counts no more; its file goes with its last record."""
         segment = self._segments[extent.segment]
-        del segment.records[extent.offset]
+        record, _ = segment.records.pop(extent.offset)
+        if self._durable and isinstance(record, NoteId) and record.kind is NoteKind.SNAPSHOT:
+            self._haunt(segment, record.key)
         segment.live -= extent.length
         self.live_bytes -= extent.length
         if not segment.records:
             self._remove(segment)
 
-    def cleaning_victim(self) -> list[tuple[RecordId, Extent]]:
+    def cleaning_victim(self) -> list[tuple[Name, Extent]]:
         """The records to copy on, with their places; the segment takes no more appends from here on."""
         victim = self._least_live()
         if victim is None:
@@ -158,13 +255,17 @@ class SegmentLog:
         return [(r, Extent(victim.number, at, length)) for at, (r, length) in victim.records.items()]
 
     def close(self) -> None:
-        """Forget everything and remove every file."""
+        """Forget everything. An ephemeral log removes its files, a durable one makes them safe; never an OSError."""
+        if self._durable:
+            with suppress(OSError):
+                self.sync()
         self._segments.clear()
+        self._foreign.clear()
         self._active = None
         self.file_bytes = self.live_bytes = 0
         self._storage.close()
 
-    def _append(self, parts: Sequence[Buffer], record: RecordId, length: int) -> Extent:
+    def _append(self, parts: Sequence[Buffer], record: Name, length: int) -> Extent:
         segment = self._active if self._active is not None and not self._must_roll() else None
         if self.file_bytes + length + (SEGMENT_HEADER.size if segment is None else 0) > self._budget:
             raise DiskFull(f"{length} bytes would exceed the budget of {self._budget}")
@@ -190,7 +291,9 @@ class SegmentLog:
         self._next_number += 1
         self._storage.create(segment.number)
         self._segments[segment.number] = segment
-        header = encode_segment_header(SegmentHeader(number=segment.number, store_id=self._store_id))
+        header = encode_segment_header(
+            SegmentHeader(number=segment.number, store_id=self._store_id, namespace=self._namespace)
+        )
         try:
             self._write(segment, (header,), len(header))
         except OSError:
@@ -201,6 +304,7 @@ class SegmentLog:
 
     def _write(self, segment: _Segment, parts: Sequence[Buffer], length: int) -> None:
         """Write at the segment's end. After a failure the torn bytes are cut off, or else counted and left behind."""
+        self._unsynced.add(segment.number)
         try:
             self._storage.write(segment.number, segment.size, parts)
         except OSError:
@@ -222,11 +326,31 @@ class SegmentLog:
     def _remove(self, segment: _Segment) -> None:
         if self._active is segment:
             self._active = None
+        self._unsynced.discard(segment.number)
+        if self._durable and self._unsynced:
+            # What was copied on from it, or what says that it is outdated, must be safe first.
+            self._condemned.add(segment.number)
+            with suppress(OSError):  # then the next sync that succeeds removes it
+                self.sync()
+            return
+        self._delete(segment)
+
+    def _delete(self, segment: _Segment) -> None:
         del self._segments[segment.number]
+        self._suspect.discard(segment.number)
         self.file_bytes -= segment.size
         self._storage.remove(segment.number)
+        for key in segment.ghosts:
+            self._ghosts[key] -= 1
+            if not self._ghosts[key]:
+                del self._ghosts[key]
 
-    def _read(self, record: RecordId, extent: Extent, scratch: Scratch | None) -> memoryview:
+    def _haunt(self, segment: _Segment, key: bytes) -> None:
+        if key not in segment.ghosts:
+            segment.ghosts.add(key)
+            self._ghosts[key] += 1
+
+    def _read(self, record: Name, extent: Extent, scratch: Scratch | None) -> memoryview:
         data = scratch.take(extent.length) if scratch is not None else new_buffer(extent.length)
         try:
             found = self._storage.read_into(extent.segment, extent.offset, data)
@@ -244,6 +368,7 @@ class SegmentLog:
         worth = (
             segment
             for segment in self._segments.values()
-            if segment.dead > max(2 * SEGMENT_HEADER.size, segment.size * WORTH_CLEANING_SHARE)
+            if segment.number not in self._condemned
+            and segment.dead > max(2 * SEGMENT_HEADER.size, segment.size * WORTH_CLEANING_SHARE)
         )
         return min(worth, key=lambda segment: segment.live, default=None)

@@ -38,6 +38,14 @@ class UnknownSnapshot(SnapshotError):
     """Never existed, or belongs to somebody else: the two are told apart nowhere."""
 
 
+class NotDurableSnapshot(UnknownSnapshot):
+    """Was made before a restart, and was not to outlive it."""
+
+    def __init__(self, snapshot_id: str, boot_id: str) -> None:
+        super().__init__(snapshot_id, f"snapshot {snapshot_id} ended with the process that made it")
+        self.boot_id = boot_id
+
+
 class GoneSnapshot(SnapshotError):
     """Existed once."""
 
@@ -84,6 +92,8 @@ class Snapshot:
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     uses: int = 0
+    recorded: bool = False  # a durable store was told of it: its end has to be told as well
+    durable: bool = False  # state and name are on disk, and survive a restart
 
     @property
     def token_count(self) -> int:
@@ -146,6 +156,11 @@ class SnapshotRegistry:
         self._by_id[snapshot.owner, snapshot.id] = snapshot
         self._by_owner.setdefault(snapshot.owner, {})[snapshot.id] = snapshot
         self._tombs.pop((snapshot.owner, snapshot.id), None)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Takes over a snapshot from before a restart, whatever the limits are now."""
+        self._by_id[snapshot.owner, snapshot.id] = snapshot
+        self._by_owner.setdefault(snapshot.owner, {})[snapshot.id] = snapshot
 
     def drop(self, snapshot: Snapshot, reason: GoneReason, now: float) -> None:
         """Ends a name. Dropping twice is harmless."""

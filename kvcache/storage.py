@@ -54,7 +54,7 @@ class Storage(Protocol):
         ...
 
     def close(self) -> None:
-        """Remove everything. Further calls are errors, another `close` is not."""
+        """Remove everything, or, where segments are to outlive the process, shut them. Safe to repeat."""
         ...
 
 
@@ -94,26 +94,12 @@ class FileStorage:
         # lseek + writev rather than pwritev: one system call more, but every POSIX system has it.
         file = self._files[segment]
         os.lseek(file, offset, os.SEEK_SET)
-        left = [memoryview(part) for part in parts if len(part)]
-        while left:
-            written = os.writev(file, left)
-            if written == 0:
-                raise OSError(errno.EIO, "no bytes written")
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
+        write_fully(file, parts)
 
     def read_into(self, segment: int, offset: int, buffer: memoryview) -> int:
         file = self._files[segment]
         os.lseek(file, offset, os.SEEK_SET)
-        filled = 0
-        while filled < len(buffer):
-            count = os.readv(file, [buffer[filled:]])
-            if count == 0:
-                break
-            filled += count
-        return filled
+        return read_fully(file, buffer)
 
     def truncate(self, segment: int, size: int) -> None:
         os.ftruncate(self._files[segment], size)
@@ -143,6 +129,30 @@ class FileStorage:
             # Not ours to delete if somebody put files into it meanwhile.
             if self._directory.is_dir() and not any(self._directory.iterdir()):
                 self._directory.rmdir()
+
+
+def write_fully(file: int, parts: Sequence[Buffer]) -> None:
+    """Write `parts` at a file's position, however little the system takes at once."""
+    left = [memoryview(part) for part in parts if len(part)]
+    while left:
+        written = os.writev(file, left)
+        if written == 0:
+            raise OSError(errno.EIO, "no bytes written")
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+def read_fully(file: int, buffer: memoryview) -> int:
+    """Fill `buffer` from a file's position; returns how many bytes there were."""
+    filled = 0
+    while filled < len(buffer):
+        count = os.readv(file, [buffer[filled:]])
+        if count == 0:
+            break
+        filled += count
+    return filled
 
 
 class MemoryStorage:

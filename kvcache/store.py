@@ -12,6 +12,8 @@ Process memory held: `memory_bytes`, at most twice `queue_bytes` of pending payl
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,18 +21,23 @@ from functools import partial
 from pathlib import Path
 
 from kvcache.disk_tier import DiskTier, Ledger
-from kvcache.errors import StoreClosed
+from kvcache.errors import StoreClosed, StoreError
+from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import Entry
-from kvcache.records import Buffer, FetchResult, PutResult, RecordId, RecordKind, Tier
+from kvcache.records import Buffer, FetchResult, Note, NoteId, PutResult, RecordId, RecordKind, Tier
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import SegmentLog
 from kvcache.stats import StoreStats, Usage
 from kvcache.storage import FileStorage, Storage
+from kvcache.store_dir import Identity
 from kvcache.writer import CircuitBreaker, IoThread
 
 __all__ = ["FetchResult", "PutResult", "StoreConfig", "StoreStats", "TieredStore", "Usage"]
 
+log = logging.getLogger(__name__)
+
 MIB = 1 << 20
+CLOSING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,10 @@ class TieredStore:
         storage: Storage | None = None,
         clock: Callable[[], float] = time.monotonic,
         seal: Seal | None = None,
+        identity: Identity | None = None,
     ) -> None:
+        """With an `identity` the store is durable and takes over what `storage` holds: OSError or StoreUnusable."""
+        self.durable = identity is not None
         self._config = config
         self._clock = clock
         self._segments = SegmentLog(
@@ -78,6 +88,7 @@ class TieredStore:
             budget_bytes=config.disk_bytes,
             segment_bytes=config.segment_bytes,
             min_free_bytes=config.min_free_bytes,
+            identity=identity,
         )
         self._io = IoThread("kvcache-io", clock)
         self._ledger = Ledger()
@@ -85,6 +96,8 @@ class TieredStore:
         self._index = self._ledger.index
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
         self._disk = DiskTier(self._ledger, self._segments, self._io, self._breaker, clock)
+        if self.durable:
+            self._recover()
 
     # Life
 
@@ -95,8 +108,11 @@ class TieredStore:
     def close(self) -> None:
         """Stop after the job at hand and delete everything; pending records are not written. Safe to repeat.
 
-        Fetches that still wait are answered with StoreClosed.
+        Fetches that still wait are answered with StoreClosed. A durable store keeps what is on disk, and first writes
+        what waits, as far as that takes no longer than CLOSING_SECONDS.
         """
+        if self.durable and not self._ledger.closed:
+            self._finish_writing()
         with self._lock:
             if self._ledger.closed:
                 return
@@ -109,15 +125,15 @@ class TieredStore:
 
     # Records
 
-    def put(self, record: RecordId, payload: Buffer, *, explicit: bool) -> PutResult:
+    def put(self, record: RecordId, payload: Buffer, *, explicit: bool, key_id: int = 0) -> PutResult:
         """Accept or skip a record.
 
         The buffer is kept, not copied: it must own exactly these bytes and never change again.
-        `explicit`: a client asked for it by name, so it may use the queue's second half.
+        `explicit`: a client asked for it by name, so it may use the queue's second half. `key_id`: whose sealing key.
         """
         data = _as_bytes(payload)
         with self._lock:
-            result = self._admit(record, data, explicit=explicit)
+            result = self._admit(record, data, explicit=explicit, key_id=key_id)
             if not result.held:
                 self._ledger.tally.skipped[result] += 1
         return result
@@ -192,6 +208,57 @@ class TieredStore:
         wanted = tuple(records)
         return self._from_memory(wanted) or self._io.call(partial(self._disk.read, wanted))
 
+    # What a durable store keeps
+
+    def persist(
+        self,
+        records: Sequence[RecordId],
+        phases: Sequence[Sequence[Note]],
+        done: Callable[[StoreError | None], None],
+        *,
+        strict: bool = True,
+    ) -> None:
+        """Make `records` and then notes, phase after phase, safe from a power cut; `done` is told the error, or None.
+
+        Orders follow each other as they were given. `done` runs on the I/O thread and must not block. Records that are
+        kept in memory move to disk. `strict`: a record that is not held is an error.
+        """
+        wanted = tuple(records)
+        self.pin(wanted)
+
+        def job() -> None:
+            error: StoreError | None = StoreError("an unexpected error, see the log")
+            try:
+                error = self._disk.persist(wanted, phases, strict=strict)
+            finally:  # whatever happened, somebody waits for the answer
+                self.unpin(wanted)
+                done(error)
+
+        if not self._io.submit(job):
+            self.unpin(wanted)
+            done(StoreClosed("the store is closed"))
+
+    def forget_notes(self, notes: Sequence[NoteId]) -> None:
+        """Give notes up, after everything ordered before."""
+        gone = tuple(notes)
+        self._io.submit(partial(self._disk.forget_notes, gone))
+
+    def notes(self) -> list[tuple[NoteId, bytes, int]]:
+        """Every note with its payload and its key, from the oldest to the newest. Before `start` only."""
+        assert not self._io.started
+        found: list[tuple[NoteId, bytes, int]] = []
+        for note in self._disk.notes.ids():
+            payload = self._disk.read_note(note)
+            if payload is not None:
+                found.append((note, bytes(payload), self._note_keys.get(note, 0)))
+        self._note_keys.clear()
+        return found
+
+    def held(self) -> list[RecordId]:
+        """Every record held, in any tier."""
+        with self._lock:
+            return list(self._index)
+
     # Maintenance
 
     def trim(self, *, memory_bytes: int | None = None, disk_bytes: int | None = None) -> None:
@@ -252,6 +319,33 @@ class TieredStore:
             f" files={stats.file_bytes} pinned={stats.pinned}>"
         )
 
+    def _recover(self) -> None:
+        found = self._segments.recover()
+        self._note_keys: dict[NoteId, int] = {}
+        for name, (extent, key_id) in found.records.items():
+            if isinstance(name, NoteId):
+                self._disk.notes.adopt(name, extent)
+                self._note_keys[name] = key_id
+            else:
+                self._index.adopt(name, extent.length - RECORD_OVERHEAD, extent, key_id)
+        self._ledger.tally.corrupt += found.damaged
+        if found.damaged or found.cut_bytes or found.unreadable:
+            log.warning(
+                "the store was damaged or cut off: %d damaged places skipped, %d bytes of torn writes cut off, "
+                "%d records of destroyed keys left out",
+                found.damaged,
+                found.cut_bytes,
+                found.unreadable,
+            )
+
+    def _finish_writing(self) -> None:
+        if not self._io.started:
+            self.run_pending()
+            return
+        written = threading.Event()
+        if self._io.submit(written.set):
+            written.wait(CLOSING_SECONDS)
+
     def _from_memory(self, records: tuple[RecordId, ...]) -> FetchResult | None:
         """The answer if it takes no disk, else None."""
         with self._lock:
@@ -263,7 +357,7 @@ class TieredStore:
 
     # Placement. REQUIRES: lock is held
 
-    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool) -> PutResult:
+    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int) -> PutResult:
         if self._ledger.closed:
             return PutResult.SKIPPED_CLOSED
         entry = self._index.get(record)
@@ -275,7 +369,7 @@ class TieredStore:
         fits_disk = size <= self._segments.max_payload_bytes and size <= self._queue_limit(explicit=explicit)
         if (record.kind is RecordKind.FULL or not fits_disk) and size <= self._config.memory_bytes:
             if self._shrink_memory(self._config.memory_bytes - size):
-                self._index.add(record, data, Tier.MEMORY, explicit=explicit)
+                self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED
             if not fits_disk:
                 return PutResult.SKIPPED_MEMORY_FULL
@@ -286,7 +380,7 @@ class TieredStore:
             return refusal
         if not self._queue_takes(size, explicit=explicit):
             return PutResult.SKIPPED_QUEUE_FULL
-        self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit))
+        self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit, key_id=key_id))
         return PutResult.STORED
 
     def _shrink_memory(self, limit: int) -> bool:

@@ -16,7 +16,19 @@ from kvcache.receipt import MissReason
 class Node:
     """Tokens [start, end) behind `parent`. Made and dropped by `BlockTree` only."""
 
-    __slots__ = ("borrows", "children", "content", "holds", "key", "lost", "parent", "schedule", "start", "tokens")
+    __slots__ = (
+        "borrows",
+        "children",
+        "content",
+        "holds",
+        "key",
+        "key_id",
+        "lost",
+        "parent",
+        "schedule",
+        "start",
+        "tokens",
+    )
 
     def __init__(
         self, key: BlockKey, content: ContentKey, parent: Node | None, tokens: Sequence[int], schedule: bytes
@@ -27,6 +39,7 @@ class Node:
         self.start = parent.end if parent else 0
         self.tokens = array("I", tokens)
         self.schedule = schedule
+        self.key_id: int = parent.key_id if parent else 0  # whose sealing key, where owners have keys of their own
         self.borrows: Node | None = None  # a block trimmed from a longer one reads that one's FULL record, and holds it
         self.children: set[Node] = set()
         self.holds = 0  # snapshots and sequences

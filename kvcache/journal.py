@@ -1,0 +1,419 @@
+"""What a durable store knows of snapshots: notes written, and read again at start. Owns their payloads and their order.
+
+A snapshot is on disk as three things, each safe before the next is written: the records of its state, the notes of its
+nodes (tokens and what they follow), and its own note. So whatever is found at start is whole. Nodes are named by their
+content: a note that does not give its own key is damage.
+
+Called by `kvcache.cache` in its lock; only the store's I/O thread calls back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvcache.blocks import BLOCK_TOKENS, BlockKey, block_key, root_key, token_bytes, tokens_of
+from kvcache.errors import FormatError, StoreError
+from kvcache.records import KEY_BYTES, Note, NoteId, NoteKind, RecordId
+from kvcache.snapshots import Snapshot
+from kvcache.store import TieredStore
+from kvcache.tree import BlockTree, Node
+
+log = logging.getLogger(__name__)
+
+NODE_HEAD = struct.Struct("<32s32sHH")  # parent, node whose FULL record is read (or zero), schedule bytes, tokens
+NOBODY = bytes(KEY_BYTES)
+SNAPSHOT_VERSION = 1
+
+USE_SECONDS = 60.0  # a use that only pushes the expiry out is written once in this time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeNote:
+    """What is written of a node."""
+
+    parent: BlockKey
+    borrows: BlockKey | None
+    schedule: bytes
+    tokens: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotNote:
+    """What is written of a snapshot. Times in Unix seconds."""
+
+    id: str
+    owner: str
+    model: str
+    node: BlockKey
+    lineage: tuple[str, ...]
+    created: float
+    last_use: float
+    ttl: float
+    expires: float
+    pinned: bool
+    labels: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a start found. `lost`: snapshots whose notes were damaged, `expired`: whose time was over."""
+
+    snapshots: tuple[Snapshot, ...]
+    expired: int
+    lost: int
+
+
+class Journal:
+    """Writes what durable snapshots need, and forgets it when they end."""
+
+    def __init__(self, store: TieredStore, fingerprint: str, tree: BlockTree, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._fingerprint = fingerprint
+        self._tree = tree
+        self._clock = clock
+        self._saved: dict[bytes, float] = {}  # handle key: the expiry on disk
+        self._owed: dict[bytes, Snapshot | int] = {}  # could not be written yet; an int is a tombstone's sealing key
+        self._idle_nodes: set[BlockKey] = set()
+        self._under_way = 0
+        self._orders = 0
+        self._latest: dict[bytes, int] = {}  # the last order under way for each name: what fails before it is outdated
+        self._guard = threading.Lock()  # around what the I/O thread changes: orders and debts
+
+    # Writing
+
+    def save(self, snapshot: Snapshot, records: Iterable[RecordId], done: Callable[[StoreError | None], None]) -> None:
+        """Brings a snapshot to disk with all that it needs; state that is not held any more is an error."""
+        key = self.key_of(snapshot)
+        self._saved[key] = snapshot.expires
+        phases = [self._node_notes(snapshot.node), [self._snapshot_note(snapshot)]]
+        self._order(key, list(records), phases, done, strict=True, owe=None)
+
+    def changed(self, snapshot: Snapshot) -> None:
+        """Writes what may change about a durable snapshot; again at the next `sweep` if that fails."""
+        self._write(self.key_of(snapshot), snapshot, nodes=False)
+
+    def moved(self, snapshot: Snapshot) -> None:
+        """A durable snapshot stands on another node now."""
+        self._write(self.key_of(snapshot), snapshot, nodes=True)
+
+    def used(self, snapshot: Snapshot) -> None:
+        """Writes a pushed expiry, not every time."""
+        if snapshot.expires - self._saved.get(self.key_of(snapshot), 0.0) >= min(USE_SECONDS, snapshot.ttl / 2):
+            self.changed(snapshot)
+
+    def gone(self, snapshot: Snapshot) -> None:
+        """The name has ended: it must not come back."""
+        key = self.key_of(snapshot)
+        self._saved.pop(key, None)
+        self._write(key, snapshot.node.key_id, nodes=False)
+
+    def node_gone(self, key: BlockKey) -> None:
+        """The tree has dropped a node. Its note follows once nothing on disk can refer to it."""
+        self._idle_nodes.add(key)
+
+    def sweep(self) -> None:
+        """Tries again what failed, and gives up the notes of nodes that are gone."""
+        with self._guard:
+            owed, self._owed = self._owed, {}
+            busy = self._under_way > 0
+        for key, what in owed.items():
+            self._write(key, what, nodes=True)
+        if not owed and not busy and self._idle_nodes:
+            gone = [NoteId(key, NoteKind.NODE) for key in self._idle_nodes if self._tree.get(key) is None]
+            self._idle_nodes.clear()
+            if gone:
+                self._store.forget_notes(gone)
+
+    def finish(self, snapshots: Iterable[Snapshot]) -> None:
+        """Writes every expiry that was pushed out since it was written."""
+        for snapshot in snapshots:
+            if snapshot.recorded and self._saved.get(self.key_of(snapshot)) != snapshot.expires:
+                self.changed(snapshot)
+
+    def settle(self, done: Callable[[StoreError | None], None]) -> None:
+        """Calls back when everything ordered before is on disk, or has failed."""
+        self._store.persist((), (), done)
+
+    def key_of(self, snapshot: Snapshot) -> bytes:
+        return snapshot_key(self._fingerprint, snapshot.owner, snapshot.id)
+
+    def _write(self, key: bytes, what: Snapshot | int, *, nodes: bool) -> None:
+        with self._guard:
+            nodes = nodes or key in self._owed
+        if isinstance(what, Snapshot):
+            self._saved[key] = what.expires
+            phases = [self._node_notes(what.node) if nodes else [], [self._snapshot_note(what)]]
+        else:
+            phases = [[Note(id=NoteId(key, NoteKind.TOMBSTONE), payload=b"", key_id=what)]]
+
+        self._order(key, [], phases, lambda _: None, strict=False, owe=what)
+
+    def _order(
+        self,
+        key: bytes,
+        records: list[RecordId],
+        phases: list[list[Note]],
+        done: Callable[[StoreError | None], None],
+        *,
+        strict: bool,
+        owe: Snapshot | int | None,
+    ) -> None:
+        """Hands an order to the store, in place of what was owed to this name. If it fails, `owe` is tried again."""
+        with self._guard:
+            self._under_way += 1
+            self._owed.pop(key, None)
+            self._orders += 1
+            number = self._latest[key] = self._orders
+
+        def counted(error: StoreError | None) -> None:
+            with self._guard:
+                self._under_way -= 1
+                if self._latest.get(key) == number:
+                    del self._latest[key]
+                    if error is not None and owe is not None:
+                        self._owed[key] = owe
+            done(error)
+
+        self._store.persist(records, phases, counted, strict=strict)
+
+    def _node_notes(self, node: Node) -> list[Note]:
+        """Of the node and of all that it follows or reads from; the store passes over those it has."""
+        notes: dict[BlockKey, Note] = {}
+        waiting = [node]
+        while waiting:
+            here = waiting.pop()
+            if here.parent is None or here.key in notes:
+                continue
+            notes[here.key] = Note(id=NoteId(here.key, NoteKind.NODE), payload=encode_node(here), key_id=here.key_id)
+            waiting.append(here.parent)
+            if here.borrows is not None:
+                waiting.append(here.borrows)
+        return list(notes.values())
+
+    def _snapshot_note(self, snapshot: Snapshot) -> Note:
+        return Note(
+            id=NoteId(self.key_of(snapshot), NoteKind.SNAPSHOT),
+            payload=encode_snapshot(snapshot, self._fingerprint),
+            key_id=snapshot.node.key_id,
+        )
+
+    # Reading
+
+    def load(self, owners: Iterable[str]) -> Loaded:
+        """Builds the nodes of every durable snapshot, once, before the store is started. Expired ones are left out.
+
+        Each snapshot's node is held once for it. Records and notes that no snapshot needs are given up.
+        """
+        roots = {root_key(self._fingerprint, owner): owner for owner in owners}
+        notes: dict[BlockKey, NodeNote] = {}
+        handles: list[tuple[SnapshotNote, int]] = []
+        ended: list[tuple[bytes, int]] = []
+        keys: dict[BlockKey, int] = {}
+        useless: list[NoteId] = []
+        lost = 0
+        for note, payload, key_id in self._store.notes():
+            try:
+                if note.kind is NoteKind.NODE:
+                    notes[BlockKey(note.key)] = decode_node(payload, BlockKey(note.key))
+                    keys[BlockKey(note.key)] = key_id
+                elif note.kind is NoteKind.SNAPSHOT:
+                    handle = decode_snapshot(payload)
+                    if note.key != snapshot_key(self._fingerprint, handle.owner, handle.id):
+                        raise FormatError("the note of another handle")
+                    handles.append((handle, key_id))
+            except FormatError as error:
+                lost += note.kind is NoteKind.SNAPSHOT
+                if note.kind is NoteKind.SNAPSHOT:
+                    ended.append((note.key, key_id))
+                else:
+                    useless.append(note)
+                log.warning("dropped %s: %s", note, error)
+        snapshots: list[Snapshot] = []
+        expired = 0
+        now = self._clock()
+        for handle, key_id in handles:
+            if handle.expires <= now and not handle.pinned:
+                expired += 1
+            elif (node := self._build(handle.node, notes, roots, keys)) is None or self._owner(node) != root_key(
+                self._fingerprint, handle.owner
+            ):
+                lost += 1
+            else:
+                node.holds += 1
+                snapshots.append(_snapshot_of(handle, node))
+                self._saved[self.key_of(snapshots[-1])] = handle.expires
+                continue
+            ended.append((snapshot_key(self._fingerprint, handle.owner, handle.id), key_id))
+        useless += [NoteId(key, NoteKind.NODE) for key in notes if self._tree.get(key) is None]
+        if useless:
+            self._store.forget_notes(useless)
+        for key, key_id in ended:
+            self._write(key, key_id, nodes=False)  # so that the next start need not judge it again
+        self._store.delete([record for record in self._store.held() if self._tree.get(record.key) is None])
+        if lost:
+            log.warning("%d durable snapshots were lost: what described them is damaged", lost)
+        return Loaded(snapshots=tuple(snapshots), expired=expired, lost=lost)
+
+    def _build(
+        self,
+        key: BlockKey,
+        notes: dict[BlockKey, NodeNote],
+        roots: dict[BlockKey, str],
+        keys: dict[BlockKey, int],
+    ) -> Node | None:
+        """The node of this key with all before it; None if a note is missing or does not fit. Leaves nothing half."""
+        chain: list[tuple[BlockKey, NodeNote]] = []
+        here = key
+        while here not in roots:
+            node = self._tree.get(here)
+            note = notes.get(here)
+            if note is None:
+                return None
+            chain.append((here, note))
+            if node is not None:
+                break
+            if note.borrows is not None and self._missing(note.borrows, notes, roots):
+                return None
+            here = note.parent
+        if not chain or any(len(note.tokens) < BLOCK_TOKENS for _, note in chain[1:]):
+            return None  # nothing follows a tail
+        built = self._tree.get(chain[-1][0])
+        if built is None:
+            built = self._tree.root(chain[-1][1].parent)
+            built.key_id = keys[chain[-1][0]]
+        else:
+            chain.pop()
+        for _, note in reversed(chain):
+            built = self._tree.add(built, note.tokens, note.schedule)
+            if note.borrows is not None and built.borrows is None:
+                built.borrows = self._build(note.borrows, notes, roots, keys)
+                assert built.borrows is not None, "looked at before"
+                built.borrows.holds += 1
+        return built
+
+    @staticmethod
+    def _missing(key: BlockKey, notes: dict[BlockKey, NodeNote], roots: dict[BlockKey, str]) -> bool:
+        """Whether what a trimmed block reads from is not all there; that may be a trimmed block itself."""
+        waiting, seen = [key], set[BlockKey]()
+        while waiting:
+            here = waiting.pop()
+            if here in roots or here in seen:
+                continue
+            seen.add(here)
+            note = notes.get(here)
+            if note is None:
+                return True
+            waiting.append(note.parent)
+            if note.borrows is not None:
+                waiting.append(note.borrows)
+        return False
+
+    @staticmethod
+    def _owner(node: Node) -> BlockKey:
+        return node.ancestor_at(0).key
+
+
+def snapshot_key(fingerprint: str, owner: str, snapshot_id: str) -> bytes:
+    """The key of a handle's notes: a digest, so that headers show neither owner nor id."""
+    return hashlib.sha256(b"kvfork handle v1" + root_key(fingerprint, owner) + snapshot_id.encode()).digest()
+
+
+def encode_node(node: Node) -> bytes:
+    assert node.parent is not None
+    borrows = node.borrows.key if node.borrows is not None else NOBODY
+    head = NODE_HEAD.pack(node.parent.key, borrows, len(node.schedule), len(node.tokens))
+    return head + node.schedule + token_bytes(node.tokens)
+
+
+def decode_node(payload: bytes, key: BlockKey) -> NodeNote:
+    """FormatError if the payload is not that of the node of this key."""
+    if len(payload) < NODE_HEAD.size:
+        raise FormatError("shorter than a node's head")
+    parent, borrows, schedule_bytes, count = NODE_HEAD.unpack_from(payload)
+    if not 0 < count <= BLOCK_TOKENS or len(payload) != NODE_HEAD.size + schedule_bytes + 4 * count:
+        raise FormatError("lengths of a node do not add up")
+    schedule = payload[NODE_HEAD.size : NODE_HEAD.size + schedule_bytes]
+    tokens = tokens_of(payload[NODE_HEAD.size + schedule_bytes :])
+    if block_key(BlockKey(parent), tokens, schedule) != key:
+        raise FormatError("a node's content does not give its key")
+    return NodeNote(
+        parent=BlockKey(parent),
+        borrows=BlockKey(borrows) if borrows != NOBODY else None,
+        schedule=schedule,
+        tokens=tokens,
+    )
+
+
+def encode_snapshot(snapshot: Snapshot, fingerprint: str) -> bytes:
+    return json.dumps(
+        {
+            "v": SNAPSHOT_VERSION,
+            "id": snapshot.id,
+            "owner": snapshot.owner,
+            "model": fingerprint,
+            "node": snapshot.node.key.hex(),
+            "lineage": snapshot.lineage,
+            "created": snapshot.created,
+            "last_use": snapshot.last_use,
+            "ttl": snapshot.ttl,
+            "expires": snapshot.expires,
+            "pinned": snapshot.pinned,
+            "labels": snapshot.labels,
+        },
+        separators=(",", ":"),
+    ).encode()
+
+
+def decode_snapshot(payload: bytes) -> SnapshotNote:
+    """FormatError if the payload is not a snapshot's."""
+    try:
+        entry = json.loads(payload)
+        if entry["v"] != SNAPSHOT_VERSION:
+            raise FormatError(f"version {entry['v']!r} of a snapshot, this reader knows {SNAPSHOT_VERSION}")
+        texts = [entry["id"], entry["owner"], entry["model"], *entry["lineage"], *entry["labels"].values()]
+        numbers = [float(entry[name]) for name in ("created", "last_use", "ttl", "expires")]
+        node = bytes.fromhex(entry["node"])
+        pinned = entry["pinned"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise FormatError(f"not a snapshot: {type(error).__name__}") from None
+    if not all(isinstance(text, str) for text in texts) or not isinstance(pinned, bool) or len(node) != KEY_BYTES:
+        raise FormatError("not a snapshot: a field has the wrong type")
+    if any(number != number or abs(number) == float("inf") for number in numbers):
+        raise FormatError("not a snapshot: a time is no number")
+    return SnapshotNote(
+        id=entry["id"],
+        owner=entry["owner"],
+        model=entry["model"],
+        node=BlockKey(node),
+        lineage=tuple(entry["lineage"]),
+        created=numbers[0],
+        last_use=numbers[1],
+        ttl=numbers[2],
+        expires=numbers[3],
+        pinned=pinned,
+        labels=dict(entry["labels"]),
+    )
+
+
+def _snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
+    return Snapshot(
+        id=note.id,
+        owner=note.owner,
+        node=node,
+        lineage=note.lineage,
+        created=note.created,
+        last_use=note.last_use,
+        ttl=note.ttl,
+        expires=note.expires,
+        pinned=note.pinned,
+        labels=note.labels,
+        recorded=True,
+        durable=True,
+    )

@@ -1,0 +1,140 @@
+"""Rebuilding the index of a durable store from its segment files. Owns which of several records of a name counts.
+
+Pure but for the storage. The records of one store, one model, in all its segments: a later one replaces an earlier one
+of the same name, and a tombstone the handle of the same key. Later means sealed later (`seal.sequence_of`), not lying
+further on, so that neither cleaning nor an old file put back changes the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvcache.errors import FormatError, StoreUnusable
+from kvcache.format import SEGMENT_HEADER, RecordHeader, decode_segment_header
+from kvcache.records import Name, NoteId, NoteKind
+from kvcache.scan import scan_records
+from kvcache.seal import Seal, sequence_of
+from kvcache.storage import Storage
+from kvcache.store_dir import Identity
+
+Place = TypeVar("Place")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered(Generic[Place]):
+    """What was found, from the oldest to the newest, and what was not."""
+
+    records: dict[Name, tuple[Place, int]]  # where, and under which key
+    damaged: int = 0  # stretches that no header describes, and whole segments without a right one
+    cut_bytes: int = 0  # of torn writes
+    unreadable: int = 0  # records whose key was destroyed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One record that counts."""
+
+    segment: int
+    offset: int
+    length: int
+    key_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """All records that count, and the places of handles that do not any more."""
+
+    records: dict[Name, Found]
+    ghosts: list[tuple[int, bytes]]  # segment and key of outdated handles
+    damaged_segments: set[int]
+    damaged: int
+    cut_bytes: int
+    unreadable: int
+
+
+def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[int, int], dict[int, int], Census]:
+    """Sizes of our segments, sizes of other models' segments, and what ours hold. Cuts torn tails off.
+
+    Raises OSError, and StoreUnusable if records are newer than this opening: nonces would come twice.
+    """
+    mine: dict[int, int] = {}
+    foreign: dict[int, int] = {}
+    newest: dict[object, tuple[tuple[int, int], int, int, RecordHeader]] = {}
+    handles: list[tuple[int, bytes]] = []
+    damaged_segments: set[int] = set()
+    damaged = cut_bytes = unreadable = 0
+    for number, size in sorted(storage.sizes().items()):
+        if size <= SEGMENT_HEADER.size:
+            storage.remove(number)  # torn at its creation, or empty
+            continue
+        whose = _whose(storage, number, ours)
+        if whose is not None and whose != ours.namespace:
+            foreign[number] = size
+            continue
+        if whose is None:
+            # No telling whose it is. It counts in the budget and is the first to go.
+            foreign[number] = size
+            damaged += 1
+            continue
+        scan = scan_records(lambda offset, buffer, n=number: storage.read_into(n, offset, buffer), size)  # type: ignore[misc]
+        if scan.damaged:
+            damaged += scan.damaged
+            damaged_segments.add(number)
+        if scan.end < size:
+            cut_bytes += size - scan.end
+            storage.truncate(number, scan.end)
+            storage.sync(number)
+        mine[number] = scan.end
+        for record in scan.found:
+            header = record.header
+            name = header.record
+            order = sequence_of(header.nonce)
+            if order[0] >= ours.opening:
+                raise StoreUnusable(
+                    "the store holds records that are newer than its store.json: one of the two was put back from a "
+                    "copy. Opening it could seal two records alike; move the segments away, or restore both together"
+                )
+            if header.flags != seal.flags or not seal.knows(header.key_id):
+                unreadable += 1
+                continue
+            if isinstance(name, NoteId) and name.kind is NoteKind.SNAPSHOT:
+                handles.append((number, name.key))
+            rank = ("handle", name.key) if isinstance(name, NoteId) and name.kind is not NoteKind.NODE else name
+            before = newest.get(rank)
+            if before is None or order > before[0]:
+                newest[rank] = (order, number, record.offset, header)
+    records: dict[Name, Found] = {}
+    alive: set[tuple[int, bytes]] = set()
+    haunting = {key for _, key in handles}
+    for _, number, offset, header in sorted(newest.values(), key=lambda entry: entry[0]):
+        name = header.record
+        if isinstance(name, NoteId) and name.kind is NoteKind.TOMBSTONE and name.key not in haunting:
+            continue  # nothing is left that it would have to speak against
+        if isinstance(name, NoteId) and name.kind is NoteKind.SNAPSHOT:
+            alive.add((number, name.key))
+        records[name] = Found(segment=number, offset=offset, length=header.record_bytes, key_id=header.key_id)
+    return (
+        mine,
+        foreign,
+        Census(
+            records=records,
+            ghosts=[place for place in handles if place not in alive],
+            damaged_segments=damaged_segments,
+            damaged=damaged,
+            cut_bytes=cut_bytes,
+            unreadable=unreadable,
+        ),
+    )
+
+
+def _whose(storage: Storage, number: int, ours: Identity) -> bytes | None:
+    """The namespace of a segment of this store; None if its header is not right."""
+    data = memoryview(bytearray(SEGMENT_HEADER.size))
+    if storage.read_into(number, 0, data) < len(data):
+        return None
+    try:
+        header = decode_segment_header(data)
+    except FormatError:
+        return None
+    return header.namespace if header.store_id == ours.store_id and header.number == number else None
