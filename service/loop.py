@@ -78,6 +78,7 @@ class EngineLoop:
         self._busy_since: float | None = None
         self._failure: Exception | None = None
         self._stopping = False
+        self._end_error: CallError | None = None  # set once the thread takes no more messages
         self._to_open: list[Sequence] = []
         self._to_close: list[RowId] = []
         self.active_bytes = 0
@@ -97,11 +98,20 @@ class EngineLoop:
         self._thread.join()
 
     def submit(self, work: Work, emit: Callable[[WorkEvent], None]) -> RowId:
-        """Queues a work. `emit` is called on the engine thread; exactly one Ended or Failed comes last."""
+        """Queues a work. `emit` is called on the engine thread (on the caller's once that has ended).
+
+        Exactly one Ended or Failed comes last.
+        """
         with self._wake:
             self._next_row += 1
             row = RowId(self._next_row)
-        self._post(_Submit(row, work, emit))
+            error = self._end_error
+            if error is None:
+                self._inbox.append(_Submit(row, work, emit))
+                self._wake.notify()
+        if error is not None:
+            emit(Failed(error))
+            self._flush()
         return row
 
     def stop(self, row: RowId) -> None:
@@ -150,6 +160,7 @@ class EngineLoop:
             self._end(row, Failed(error))
         with self._wake:
             left, self._inbox = list(self._inbox), deque()
+            self._end_error = error  # from here on nobody reads the mailbox
         for message in left:
             if isinstance(message, _Submit):
                 message.emit(Failed(error))
@@ -167,7 +178,7 @@ class EngineLoop:
                 case _Submit():
                     self._accept(message)
                 case _End():
-                    self._asked_to_end(message)
+                    self._guard(message.row, self._asked_to_end, message)
                 case _Read():
                     self._guard(message.row, self._was_read, message)
 
@@ -233,8 +244,9 @@ class EngineLoop:
         )
 
     def _was_read(self, message: _Read) -> None:
-        if isinstance(message.result.error, CorruptRecord):
-            self._cache.note_corrupt(message.result.error.record)
+        bad = message.result.failed
+        if bad is not None and isinstance(message.result.error, CorruptRecord):
+            self._cache.note_corrupt(bad)
         self._cache.release(message.lookup)
         seq = self._sequences.get(message.row)
         if seq is None:
@@ -399,11 +411,15 @@ class EngineLoop:
             limit = generation.stopping.time_limit if generation else None
             if limit is None or now - seq.admitted < limit:
                 continue
-            state = self._scheduler.state(seq.row)
-            if state is State.DECODE:
-                self._finish(seq, FinishReason.TIME_LIMIT, save=generation.save if generation else False)
-            elif state is State.PREFILL:
-                self._end_early(seq, FinishReason.TIME_LIMIT)
+            self._guard(seq.row, self._out_of_time, seq)
+
+    def _out_of_time(self, seq: Sequence) -> None:
+        generation = seq.work.generation
+        state = self._scheduler.state(seq.row)
+        if state is State.DECODE and generation is not None:
+            self._finish(seq, FinishReason.TIME_LIMIT, save=generation.save)
+        elif state is State.PREFILL:
+            self._end_early(seq, FinishReason.TIME_LIMIT)
 
     def _guard(self, row: RowId, act: Callable[..., None], *args: object) -> None:
         """Runs one row's part of a step; what it raises ends that row alone."""
