@@ -1,0 +1,140 @@
+"""From a call to tokens, places and knobs: what is filled in, and what is refused with its field's path."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+
+from service.errors import CallError, InvalidField
+from service.events import ModelState, ModelView
+from service.request import ChatInput, Landmark, Mark, Message, RawInput, Role, Sampling, TextPart, TokenPart
+from service.resolve import Prompt, check_room, mark_positions, resolve_prompt, resolve_sampling
+from service.text.tokens import TextCodec
+from tests.text import tiny_codecs
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MODEL = ModelView(
+    name="models/m", state=ModelState.READY, context_tokens=100, vocab_size=500, default_temperature=0.7,
+    default_top_p=0.9, default_top_k=40,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    folder: Path = tmp_path_factory.mktemp("codec")
+    return tiny_codecs.codec(folder, TEMPLATE)
+
+
+def prompt(length: int, parent: int = 0, ends: tuple[int | None, ...] = ()) -> Prompt:
+    return Prompt(tokens=array("I", range(length)), parent_tokens=parent, text="", message_ends=ends)
+
+
+def raw(*parts: TextPart | TokenPart) -> RawInput:
+    return RawInput(parts=parts)
+
+
+def test_a_prompt_is_the_parents_tokens_and_what_is_added(codec: TextCodec) -> None:
+    given = raw(TokenPart((7, 8)), TextPart("river"), TokenPart((9,)))
+    made = resolve_prompt(codec, MODEL, [1, 2, 3], given)
+    assert list(made.tokens[:5]) == [1, 2, 3, 7, 8]
+    assert made.tokens[-1] == 9
+    assert (made.parent_tokens, list(made.added)) == (3, list(made.tokens[3:]))
+    assert codec.text_of(made.tokens[5:-1]) == "river"
+    alone = resolve_prompt(codec, MODEL, [1, 2, 3], None)
+    assert (list(alone.tokens), list(alone.added)) == ([1, 2, 3], [])
+
+
+def test_nothing_to_continue_is_refused(codec: TextCodec) -> None:
+    for given in (None, raw(), raw(TextPart("")), raw(TokenPart(()))):
+        with pytest.raises(InvalidField) as error:
+            resolve_prompt(codec, MODEL, [], given, at="branches[2].append")
+        assert [v.field for v in error.value.fields] == ["branches[2].append"]
+
+
+def test_token_ids_outside_the_vocabulary_are_refused_by_place(codec: TextCodec) -> None:
+    given = raw(TextPart("x"), TokenPart((0, 499, 500)))
+    with pytest.raises(InvalidField, match="is 500; ids go from 0 to 499") as error:
+        resolve_prompt(codec, MODEL, [], given)
+    assert [v.field for v in error.value.fields] == ["input.raw.parts[1].tokens.ids[2]"]
+
+
+def test_chat_ends_are_counted_from_the_start_of_the_context(codec: TextCodec) -> None:
+    turns = ChatInput(
+        messages=(Message(Role.USER, (TextPart("How are you"),)), Message(Role.ASSISTANT, (TextPart("well"),)))
+    )
+    first = resolve_prompt(codec, MODEL, [], turns, [Mark(message_count=1), Mark(message_count=2)])
+    texts = [codec.text_of(first.tokens[:end]) for end in first.message_ends if end is not None]
+    assert [text.count("<|im_end|>") for text in texts] == [1, 2]
+    assert first.text.startswith("<|im_start|>user\nHow are you")
+    closed = first.tokens[: first.message_ends[1]]
+    more = ChatInput(messages=(Message(Role.USER, (TextPart("today"),)),))
+    second = resolve_prompt(codec, MODEL, closed, more, [Mark(message_count=1)])
+    (end,) = second.message_ends
+    assert end is not None
+    assert codec.text_of(second.tokens[len(closed) : end]).count("today<|im_end|>") == 1
+    assert second.parent_tokens == len(closed)
+
+
+@pytest.mark.parametrize(("tokens", "needs", "fits"), [(99, 1, True), (100, 1, False), (100, 0, True), (101, 0, False)])
+def test_the_context_has_an_end(tokens: int, needs: int, fits: bool) -> None:
+    if fits:
+        check_room(tokens, MODEL, needs=needs)
+        return
+    with pytest.raises(CallError) as error:
+        check_room(tokens, MODEL, needs=needs, at="append")
+    assert (error.value.reason, error.value.metadata) == (
+        "CONTEXT_OVERFLOW",
+        {"promptTokens": str(tokens), "contextTokens": "100"},
+    )
+
+
+def test_marks_become_positions_in_their_own_order() -> None:
+    marks = [
+        Mark(landmark=Landmark.PROMPT_END),
+        Mark(token_count=1),
+        Mark(message_count=2),
+        Mark(token_count=30),
+        Mark(message_count=1),
+    ]
+    assert mark_positions(marks, prompt(30, ends=(12, 25))) == [30, 1, 25, 30, 12]
+    assert mark_positions([], prompt(3)) == []
+
+
+@pytest.mark.parametrize(
+    ("mark", "field"),
+    [
+        (Mark(token_count=0), "marks[1].token_count"),
+        (Mark(token_count=31), "marks[1].token_count"),
+        (Mark(message_count=0), "marks[1].message_count"),
+        (Mark(message_count=4), "marks[1].message_count"),
+        (Mark(message_count=3), "marks[1].message_count"),  # a message without one end
+    ],
+)
+def test_a_mark_where_the_prompt_has_no_place_is_refused(mark: Mark, field: str) -> None:
+    with pytest.raises(InvalidField) as error:
+        mark_positions([Mark(token_count=1), mark], prompt(30, ends=(12, 25, None)))
+    assert [v.field for v in error.value.fields] == [field]
+
+
+def test_knobs_are_the_callers_else_the_models_else_off() -> None:
+    assert resolve_sampling(Sampling(), MODEL, 7) == Sampling(
+        temperature=0.7, top_p=0.9, top_k=40, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0,
+        presence_penalty=0.0, seed=7,
+    )  # fmt: skip
+    # Zero is a value, not an absence.
+    asked = Sampling(
+        temperature=0.0, top_p=1.0, top_k=0, min_p=0.2, repetition_penalty=1.3, frequency_penalty=-1.0,
+        presence_penalty=0.5, logit_bias=((3, -5.0),), seed=99,
+    )  # fmt: skip
+    assert resolve_sampling(asked, MODEL, 7) == Sampling(
+        temperature=0.0, top_p=1.0, top_k=0, min_p=0.2, repetition_penalty=1.3, frequency_penalty=-1.0,
+        presence_penalty=0.5, logit_bias=((3, -5.0),), seed=7,
+    )  # fmt: skip
+    with pytest.raises(InvalidField) as error:
+        resolve_sampling(Sampling(logit_bias=((499, 1.0), (500, 1.0))), MODEL, 7)
+    assert [v.field for v in error.value.fields] == ["sampling.logit_bias"]
