@@ -96,6 +96,7 @@ class Rig:
         self.loop.start()
         assert self._ready.wait(240)
         if self._broken is not None:
+            self.loop.close()
             raise self._broken
 
     def _load(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -17,21 +18,26 @@ ROOT = Path(__file__).parents[2]
 Tell = Callable[[Verdict, int, int], None]
 
 
-def run_all(names: Iterable[str], *, limit: float, jobs: int, tell: Tell) -> list[Verdict]:
-    """One verdict for each name, in the order of names; `tell` hears of each as it comes."""
+def run_all(names: Iterable[str], *, limit: float, jobs: int, tell: Tell, within: float = math.inf) -> list[Verdict]:
+    """One verdict for each name, in the order of names; `tell` hears of each as it comes.
+
+    `limit` is the time of one family and `within` that of all, in seconds.
+    """
     order = list(names)
+    end = time.monotonic() + within
     found: dict[str, Verdict] = {}
     with ThreadPoolExecutor(jobs) as pool:
-        for future in as_completed([pool.submit(run_one, name, limit) for name in order]):
+        for future in as_completed([pool.submit(run_one, name, limit, end) for name in order]):
             verdict = future.result()
             found[verdict.name] = verdict
             tell(verdict, len(found), len(order))
     return [found[name] for name in order]
 
 
-def run_one(name: str, limit: float) -> Verdict:
-    """The verdict of a child process, or what became of it. `limit` is in seconds."""
+def run_one(name: str, limit: float, end: float = math.inf) -> Verdict:
+    """The verdict of a child process, or what became of it, at `end` of the monotonic clock at the latest."""
     began = time.monotonic()
+    limit = max(0.0, min(limit, end - began))
 
     def failed(note: str) -> Verdict:
         return Verdict(name=name, outcome=Outcome.FAILED, note=note, seconds=round(time.monotonic() - began, 1))
