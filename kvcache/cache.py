@@ -562,7 +562,7 @@ class PrefixCache:
             if pinned:
                 self.store.pin(self._records_of(snapshot))
             if self._journal is not None and snapshot.recorded:
-                self._journal.moved(snapshot)
+                self._journal.moved(snapshot, self._records_of(snapshot))
             self._unhold(old)
 
     def sweep(self) -> None:

@@ -15,7 +15,7 @@ import logging
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache.blocks import BLOCK_TOKENS, BlockKey, block_key, root_key, token_bytes, tokens_of
@@ -99,9 +99,9 @@ class Journal:
         """Writes what may change about a durable snapshot; again at the next `sweep` if that fails."""
         self._write(self.key_of(snapshot), snapshot, nodes=False)
 
-    def moved(self, snapshot: Snapshot) -> None:
-        """A durable snapshot stands on another node now."""
-        self._write(self.key_of(snapshot), snapshot, nodes=True)
+    def moved(self, snapshot: Snapshot, records: Iterable[RecordId]) -> None:
+        """A durable snapshot stands on another node now, with these records as far as they are held."""
+        self._write(self.key_of(snapshot), snapshot, nodes=True, records=list(records))
 
     def used(self, snapshot: Snapshot) -> None:
         """Writes a pushed expiry, not every time."""
@@ -144,7 +144,7 @@ class Journal:
     def key_of(self, snapshot: Snapshot) -> bytes:
         return snapshot_key(self._fingerprint, snapshot.owner, snapshot.id)
 
-    def _write(self, key: bytes, what: Snapshot | int, *, nodes: bool) -> None:
+    def _write(self, key: bytes, what: Snapshot | int, *, nodes: bool, records: Sequence[RecordId] = ()) -> None:
         with self._guard:
             nodes = nodes or key in self._owed
         if isinstance(what, Snapshot):
@@ -153,12 +153,12 @@ class Journal:
         else:
             phases = [[Note(id=NoteId(key, NoteKind.TOMBSTONE), payload=b"", key_id=what)]]
 
-        self._order(key, [], phases, lambda _: None, strict=False, owe=what)
+        self._order(key, records, phases, lambda _: None, strict=False, owe=what)
 
     def _order(
         self,
         key: bytes,
-        records: list[RecordId],
+        records: Sequence[RecordId],
         phases: list[list[Note]],
         done: Callable[[StoreError | None], None],
         *,

@@ -257,3 +257,10 @@ def replace_own_master_key(folder: Path, ring: KeyRing) -> None:
     ring.rewrap(key)
     beside.rename(folder / OWN_KEY_FILE)
     sync_directory(folder)
+
+
+def drop_own_master_key(folder: Path) -> None:
+    """The owner keys are wrapped by a key kept elsewhere now."""
+    for name in (OWN_KEY_FILE, OWN_KEY_FILE + NEW):
+        (folder / name).unlink(missing_ok=True)
+    sync_directory(folder)

@@ -12,6 +12,7 @@ from kvcache.store import StoreConfig, TieredStore
 from service.config import Config
 from service.core import Core
 from service.events import ModelState, ModelView
+from service.open_store import KeySource, OpenStore, open_store
 from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.tokens import TextCodec
@@ -22,7 +23,7 @@ FALLBACK_TEMPERATURE = 0.7  # where the model names none
 QUEUE_BYTES = 256 << 20  # state on its way to disk; explicit snapshots may double it
 
 
-def loader(config: Config, folder: Path, model_name: str) -> Callable[[], Loaded]:
+def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | None = None) -> Callable[[], Loaded]:
     """Loads `folder`; to be called on the engine thread."""
 
     def load() -> Loaded:
@@ -34,15 +35,13 @@ def loader(config: Config, folder: Path, model_name: str) -> Callable[[], Loaded
 
         log.info("loading %s from %s", model_name, folder)
         model, facts = load_model(folder)
-        store = TieredStore(
-            StoreConfig(
-                directory=config.store_dir,
-                memory_bytes=config.memory_bytes,
-                disk_bytes=config.disk_bytes,
-                queue_bytes=min(QUEUE_BYTES, config.memory_bytes // 4),
-            )
+        store_config = StoreConfig(
+            directory=config.scratch_dir,
+            memory_bytes=config.memory_bytes,
+            disk_bytes=config.disk_bytes,
+            queue_bytes=min(QUEUE_BYTES, config.memory_bytes // 4),
         )
-        store.start()
+        store = durable.store(store_config, facts.fingerprint) if durable is not None else TieredStore(store_config)
         cache = PrefixCache(
             store,
             facts.layout,
@@ -54,7 +53,9 @@ def loader(config: Config, folder: Path, model_name: str) -> Callable[[], Loaded
                 max_ttl=config.max_ttl,
             ),
             share_decoded=config.share_decoded,
+            durable=durable.about if durable is not None else None,
         )
+        store.start()
         codec = TextCodec.load(folder)
         view = ModelView(
             name=f"models/{model_name}",
@@ -75,13 +76,23 @@ def loader(config: Config, folder: Path, model_name: str) -> Callable[[], Loaded
 
 
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
-    """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code."""
-    core = Core(config, model_name, loader(config, folder, model_name))
-    await core.start()
+    """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
+
+    Raises StoreUnusable before anything else if there is a durable store and it cannot be opened.
+    """
+    durable: OpenStore | None = None
+    if config.store_dir is not None:
+        durable = open_store(config.store_dir, KeySource(file=config.key_file, command=config.key_command))
     try:
-        return await serve(core, config, ready=ready)
+        core = Core(config, model_name, loader(config, folder, model_name, durable), durable)
+        await core.start()
+        try:
+            return await serve(core, config, ready=ready)
+        finally:
+            await core.close()
     finally:
-        await core.close()
+        if durable is not None:
+            durable.close()
 
 
 def main(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:

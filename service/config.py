@@ -54,7 +54,10 @@ class Config:
     default_max_tokens: int = 512
     memory_bytes: int = 1 * GIB
     disk_bytes: int = 8 * GIB
-    store_dir: Path = Path(tempfile.gettempdir())
+    scratch_dir: Path = Path(tempfile.gettempdir())
+    store_dir: Path | None = None  # None: nothing outlives the process
+    key_file: Path | None = None
+    key_command: str = ""
     prefill_budget: int = 512
     share_decoded: bool = False
     drain_seconds: float = 30.0
@@ -79,6 +82,11 @@ class Config:
                 raise ConfigError(f"{name}: must not be negative")
         if not 0 < self.default_ttl <= self.max_ttl:
             raise ConfigError(f"default_ttl: must be above 0 and at most max_ttl ({self.max_ttl:g} s)")
+        if self.key_file is not None and self.key_command:
+            raise ConfigError("key_file: give either it or key_command")
+        if self.store_dir is None and (self.key_file is not None or self.key_command):
+            name = "key_file" if self.key_file is not None else "key_command"
+            raise ConfigError(f"{name}: is of no use without store_dir")
         if self.write_stall_seconds <= 0:
             raise ConfigError("write_stall_seconds: must be above 0")
 
@@ -100,9 +108,9 @@ class Config:
         if isinstance(address, str) and address.startswith("unix:"):  # as clients write it
             values["address"] = ""
             values.setdefault("unix_socket", _parse_path(address.removeprefix("unix:")))
-        values.setdefault("store_dir", default_store_dir())
+        values.setdefault("scratch_dir", default_scratch_dir())
         values.setdefault("memory_bytes", default_memory_bytes())
-        values.setdefault("disk_bytes", default_disk_bytes(values["store_dir"]))
+        values.setdefault("disk_bytes", default_disk_bytes(values.get("store_dir") or values["scratch_dir"]))
         return cls(**values)  # type: ignore[arg-type]  # the rows of OPTIONS parse into the fields' types
 
 
@@ -261,14 +269,34 @@ OPTIONS = (
         "disk_bytes",
         parse_size,
         "SIZE",
-        "model state kept on disk, encrypted (default: a quarter of what is free at --store-dir, at most 64 GiB)",
+        "model state kept on disk, encrypted (default: a quarter of what is free there, at most 64 GiB)",
+    ),
+    Option(
+        "scratch_dir",
+        _parse_path,
+        "FOLDER",
+        "without --store-dir: where the disk tier keeps its files; they are unreadable without this process and gone "
+        "with it (default: the system's folder for large temporary files)",
     ),
     Option(
         "store_dir",
         _parse_path,
         "FOLDER",
-        "where the disk tier keeps its files; they are unreadable without this process and gone with it "
-        "(default: the system's folder for large temporary files)",
+        "keep a durable store here, for one server at a time: snapshots asked for with DURABILITY_DISK outlive a "
+        "restart, and a crash at any moment",
+    ),
+    Option(
+        "key_file",
+        _parse_path,
+        "FILE",
+        "the durable store's master key, 32 bytes or 64 hexadecimal digits in a file of mode 0600; without it and "
+        "--key-command one is made inside the store, which does not protect who loses the whole folder",
+    ),
+    Option(
+        "key_command",
+        str,
+        "COMMAND",
+        "prints the durable store's master key, as a key file holds it; run without a shell",
     ),
     Option(
         "prefill_budget",
@@ -327,15 +355,19 @@ def default_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
-def default_disk_bytes(store_dir: object) -> int:
-    """A quarter of what is free at `store_dir` or the nearest folder above it that exists, at most 64 GiB."""
-    folder = Path(str(store_dir)).absolute()
+def default_disk_bytes(where: object) -> int:
+    """A quarter of what is free at `where` or the nearest folder above it that exists, at most 64 GiB.
+
+    A durable store's own segments count as free, or each restart would have less than the one before.
+    """
+    folder = Path(str(where)).absolute()
+    own = sum(file.stat().st_size for file in folder.glob("segments/*.kv"))
     while not folder.exists():
         folder = folder.parent
-    return min(64 * GIB, shutil.disk_usage(folder).free // 4)
+    return min(64 * GIB, (shutil.disk_usage(folder).free + own) // 4)
 
 
-def default_store_dir() -> Path:
+def default_scratch_dir() -> Path:
     """/var/tmp where it can be written, since /tmp is memory on many systems; else the system's temporary folder."""
     large = Path("/var/tmp")
     return large if os.access(large, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
@@ -358,4 +390,4 @@ def _shown(value: object) -> str:
         return f"{value:g}s"
     if isinstance(value, int) and value >= MIB and value % MIB == 0:
         return f"{value // MIB}MiB"
-    return "none" if value is None else str(value)
+    return "none" if value is None or value == "" else str(value)

@@ -26,6 +26,7 @@ from service.generations import Generations
 from service.handles import Handles
 from service.idempotency import Replays
 from service.loop import EngineLoop
+from service.open_store import OpenStore
 from service.outbox import Outlet
 from service.runtime import STUCK_AFTER, Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
@@ -39,12 +40,17 @@ SWEEP_EVERY = 5.0  # seconds between looks for expired snapshots; expiry itself 
 class Core:
     """One per process. `start` and `close` bracket its life."""
 
-    def __init__(self, config: Config, model_name: str, load: Callable[[], Loaded]) -> None:
-        """`load` runs on the engine thread; it raises with a text that says what is wrong with the model."""
+    def __init__(
+        self, config: Config, model_name: str, load: Callable[[], Loaded], store: OpenStore | None = None
+    ) -> None:
+        """`load` runs on the engine thread; it raises with a text that says what is wrong with the model.
+
+        `store`: the durable store that `load` uses, which gives the instance a name that outlives the process.
+        """
         model = ModelView(name=f"models/{model_name}", state=ModelState.LOADING)
-        self._rt = Runtime(config, model, instance=f"kvfork-{secrets.token_hex(8)}")
+        self._rt = Runtime(config, model, instance=f"kvfork-{store.instance if store else secrets.token_hex(8)}")
         self._load = load
-        self._boot_id = secrets.token_hex(8)
+        self._boot_id = store.boot_id if store else secrets.token_hex(8)
         self._started = time.monotonic()
         generations = Generations(self._rt)
         replays = Replays()
@@ -93,7 +99,7 @@ class Core:
         await asyncio.to_thread(self._rt.loop.close)
         await asyncio.sleep(0)  # the last events are on their way to the channels
         if self._rt.loaded is not None:
-            await asyncio.to_thread(self._rt.loaded.cache.store.close)
+            await asyncio.to_thread(self._rt.loaded.cache.close)
 
     def server(self) -> ServerView:
         c = self._rt.config
@@ -101,7 +107,9 @@ class Core:
             instance=self._rt.instance,
             boot_id=self._boot_id,
             version=version("kvfork"),
-            features=("share_decoded",) if c.share_decoded else (),
+            features=tuple(
+                name for name, on in (("durable", c.store_dir is not None), ("share_decoded", c.share_decoded)) if on
+            ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
                 max_fork_branches=c.max_fork_branches,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from kvcache.cache import PrefixCache
-from kvcache.receipt import MissReason, Usage
+from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
 from service.errors import CallError, InvalidField, NotAnAncestor, RollbackBeyondEnd
@@ -38,9 +38,9 @@ class Derivations:
             check_room(end, loaded.view, needs=0)
             places = mark_positions(call.marks, prompt)
             if parent is not None and end == parent.token_count:
-                snapshot = handles.add(owner, loaded.cache.hold(parent.node), call.options, parent)
+                snapshot = await self._rt.add(owner, loaded.cache.hold(parent.node), call.options, parent)
                 usage = _untouched(loaded.cache, parent.node)
-                marks: list[Marked] = self._rt.parent_marks(call.marks, places, owner, parent)
+                marks: list[Marked] = await self._rt.parent_marks(call.marks, places, owner, parent)
             else:
                 keep = self._rt.engine_places(places, parent) | {end}
                 work = Work(
@@ -51,18 +51,18 @@ class Derivations:
                     generation=None,
                 )
                 nodes, usage = await self._rt.run(work, parent)
-                marks = self._rt.parent_marks(call.marks, places, owner, parent)
+                marks = await self._rt.parent_marks(call.marks, places, owner, parent)
                 for event in nodes:
                     if event.node.end < end or end in places:
                         copy = NodeAt(loaded.cache.hold(event.node), event.lost, final=False)
-                        marks += self._rt.marked(copy, call.marks, places, owner, parent)
+                        marks += await self._rt.marked(copy, call.marks, places, owner, parent)
                     if event.node.end < end:
                         loaded.cache.let_go(event.node)
                 last = next(event for event in nodes if event.node.end == end)
                 if last.lost:
                     loaded.cache.let_go(last.node)
                     raise store_full(last.lost)
-                snapshot = handles.add(owner, last.node, call.options, parent)
+                snapshot = await self._rt.add(owner, last.node, call.options, parent)
             kept = {m.mark: m.snapshot for m in marks if m.snapshot is not None}
             if len(kept) < len(call.marks):
                 raise store_full("a mark's state could not be kept")
@@ -85,7 +85,7 @@ class Derivations:
             try:
                 while nodes:
                     branch = call.branches[len(snapshots)]
-                    snapshots.append(handles.add(owner, nodes.pop(0), branch.options, parent))
+                    snapshots.append(await self._rt.add(owner, nodes.pop(0), branch.options, parent))
             except CallError:  # all or none
                 for snapshot in snapshots:
                     handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
@@ -146,8 +146,10 @@ class Derivations:
             if call.release is Release.SOURCE and source.uses > 1:
                 cache.let_go(node)
                 handles.delete(source, GoneReason.ROLLED_BACK, in_use_ok=False)
-            snapshot = handles.add(owner, node, call.options, source)
+            snapshot = await self._rt.add(owner, node, call.options, source)
             released = self._let_go_of(call.release, source, position, snapshot, handles, cache)
+            if released:
+                await self._rt.settled()
             return RolledBack(snapshot=handles.view(snapshot), released=tuple(released), usage=usage)
 
     def _rollback_target(
@@ -190,6 +192,7 @@ class Derivations:
                 base=base if base.parent is not None else None,
                 keep=frozenset({position}),
                 generation=None,
+                known_tokens=position,
             )
             events, usage = await self._rt.run(work, None)
         finally:
@@ -198,16 +201,7 @@ class Derivations:
         if event.lost:
             cache.let_go(event.node)
             raise store_full(event.lost)
-        # All of it was in the source once.
-        again = usage.recomputed_tokens + usage.new_tokens
-        reason = usage.miss_reason if usage.miss_reason is not MissReason.NONE else MissReason.BETWEEN_CHECKPOINTS
-        return event.node, replace(
-            usage,
-            recomputed_tokens=again,
-            new_tokens=0,
-            diverged_at=None,
-            miss_reason=reason if again else MissReason.NONE,
-        )
+        return event.node, usage
 
     def _let_go_of(
         self,

@@ -93,4 +93,5 @@ class Directory:
                 handles.refuse_if_busy(each)
         for each in going:
             handles.delete(each, GoneReason.DELETED, in_use_ok=True)
+        await self._rt.settled()
         return [f"snapshots/{s.id}" for s in going]

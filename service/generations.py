@@ -116,16 +116,16 @@ class Generations:
                         seed=seed,
                         queue_seconds=event.queue_seconds,
                     )
-                    for marked in self._rt.parent_marks(call.marks, places, owner, parent):
+                    for marked in await self._rt.parent_marks(call.marks, places, owner, parent):
                         yield marked
                 case Prefilled():
                     yield Progress(event.done, len(prompt.tokens))
                 case NodeAt() if event.rehome:
                     self._rt.rehome(parent, event)
                 case NodeAt() if event.final:
-                    saved, save_error = self._rt.try_save(owner, event, call.save, parent)
+                    saved, save_error = await self._rt.try_save(owner, event, call.save, parent)
                 case NodeAt():
-                    for marked in self._rt.marked(event, call.marks, places, owner, parent):
+                    for marked in await self._rt.marked(event, call.marks, places, owner, parent):
                         yield marked
                 case Tokens():
                     if gathered is not None:
@@ -158,7 +158,7 @@ class Generations:
         while True:
             event = await channel.get()
             if isinstance(event, NodeAt):
-                self._rt.try_save(owner, event, call.save if event.final else None, parent)
+                await self._rt.try_save(owner, event, call.save if event.final else None, parent)
             if isinstance(event, Ended | Failed):
                 channel.close()
                 return

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Keep, PrefixCache
 from kvcache.snapshots import (
     GoneReason,
     GoneSnapshot,
+    NotDurableSnapshot,
     Snapshot,
     SnapshotBusy,
+    SnapshotError,
     SnapshotLimit,
     TakenSnapshotId,
     UnknownSnapshot,
@@ -26,28 +29,50 @@ from service.request import Durability, SaveOptions
 
 RESOURCE = "kvfork.v1.Snapshot"
 
+_GONE = {
+    GoneReason.DELETED: "was deleted",
+    GoneReason.ROLLED_BACK: "was let go of by a rollback",
+    GoneReason.EXPIRED: "expired",
+}
+
 
 @contextmanager
 def translated() -> Iterator[None]:
     """The cache's errors as the contract's."""
     try:
         yield
-    except UnknownSnapshot as error:
-        name = full_name(error.snapshot_id)
-        raise SnapshotNotFound(f"there is no snapshot {name}", resource=(RESOURCE, name)) from None
-    except GoneSnapshot as error:
+    except NotDurableSnapshot as error:
         name = full_name(error.snapshot_id)
         raise SnapshotNotFound(
-            f"snapshot {name} is gone",
+            f"snapshot {name} was not durable and ended with the process that made it",
+            hint="create it again from its tokens; DURABILITY_DISK keeps one across restarts",
+            reason="SNAPSHOT_NOT_DURABLE",
+            metadata={"bootId": error.boot_id},
+            resource=(RESOURCE, name),
+        ) from None
+    except UnknownSnapshot as error:
+        name = full_name(error.snapshot_id)
+        raise SnapshotNotFound(
+            f"there is no snapshot {name}", metadata={"snapshot": name}, resource=(RESOURCE, name)
+        ) from None
+    except GoneSnapshot as error:
+        name = full_name(error.snapshot_id)
+        when = datetime.fromtimestamp(error.when, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        key = "expireTime" if error.reason is GoneReason.EXPIRED else "goneTime"
+        raise SnapshotNotFound(
+            f"snapshot {name} {_GONE[error.reason]} at {when}",
             hint="create it again from its tokens",
             reason=error.reason.value,
-            metadata={"goneTime": f"{error.when:.3f}"},
+            metadata={key: when, "snapshot": name},
             resource=(RESOURCE, name),
         ) from None
     except TakenSnapshotId as error:
         name = full_name(error.snapshot_id)
         raise SnapshotIdTaken(
-            f"{name} names another prefix", hint="choose another snapshot_id", resource=(RESOURCE, name)
+            f"{name} names another prefix",
+            hint="choose another snapshot_id",
+            metadata={"snapshot": name},
+            resource=(RESOURCE, name),
         ) from None
     except SnapshotLimit as error:
         raise SnapshotQuota(
@@ -76,15 +101,22 @@ def bare_id(name: str) -> str:
     return name.removeprefix("snapshots/")
 
 
-def keep_of(options: SaveOptions) -> Keep:
+def keep_of(options: SaveOptions, *, durable_store: bool) -> Keep:
     """How the cache is asked to keep a snapshot. Raises Unsupported for what only a durable store can promise."""
-    if options.durability is Durability.DISK:
+    durable = options.durability is Durability.DISK
+    if durable and not durable_store:
         raise Unsupported(
-            "snapshots that outlive the server need a durable store, which this version does not have",
-            hint="leave durability unset",
+            "snapshots that outlive the server need a durable store, and this server has none",
+            hint="leave durability unset, or start the server with --store-dir",
             reason="DURABILITY_UNSUPPORTED",
         )
-    return Keep(snapshot_id=options.snapshot_id, ttl=options.ttl, pinned=options.pinned, labels=options.labels)
+    return Keep(
+        snapshot_id=options.snapshot_id,
+        ttl=options.ttl,
+        pinned=options.pinned,
+        labels=options.labels,
+        durable=durable,
+    )
 
 
 class Handles:
@@ -94,6 +126,17 @@ class Handles:
         self._cache = cache
         self._model_name = model_name
         self._instance = instance
+
+    def _keep(self, options: SaveOptions) -> Keep:
+        return keep_of(options, durable_store=self._cache.store.durable)
+
+    def has(self, snapshot_id: str, owner: str) -> bool:
+        """Whether a caller's chosen id names a snapshot already."""
+        try:
+            self._cache.snapshot(owner, snapshot_id)
+        except SnapshotError:
+            return False
+        return True
 
     def find(self, name: str, owner: str) -> Snapshot:
         with translated():
@@ -114,7 +157,7 @@ class Handles:
         try:
             with translated():
                 try:
-                    return self._cache.add_snapshot(owner, node, keep_of(options), parent=parent)
+                    return self._cache.add_snapshot(owner, node, self._keep(options), parent=parent)
                 except TakenSnapshotId:
                     there = self._cache.snapshot(owner, options.snapshot_id)
                     if there.node.content != node.content:
@@ -126,7 +169,7 @@ class Handles:
     def check_new(self, owner: str, wanted: list[SaveOptions]) -> None:
         """Raises before any work is done if the new names could not be kept."""
         for options in wanted:
-            keep_of(options)
+            self._keep(options)
         with translated():
             self._cache.check_room(owner, count=len(wanted), pinned=sum(o.pinned for o in wanted))
 
@@ -170,7 +213,7 @@ class Handles:
             checkpointed_tokens=state.checkpointed,
             prefix_hash=bytes(snapshot.node.content),
             residency=residency,
-            durable=False,
+            durable=snapshot.durable and state.restorable == snapshot.token_count,
             expire_time=None if snapshot.pinned else snapshot.expires,
             pinned=snapshot.pinned,
             labels=tuple(sorted(snapshot.labels.items())),

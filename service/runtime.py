@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcache.cache import PrefixCache
+from kvcache.errors import StoreError
 from kvcache.receipt import Usage
-from kvcache.snapshots import Snapshot
+from kvcache.snapshots import GoneReason, Snapshot
+from kvcache.tree import Node
 from service.config import Config
 from service.engine import Engine
 from service.errors import (
@@ -32,7 +34,7 @@ from service.handles import RESOURCE, Handles
 from service.loop import EngineLoop
 from service.outbox import Channel, Outlet
 from service.plan import RowId
-from service.request import Input, Mark, SaveOptions
+from service.request import Durability, Input, Mark, SaveOptions
 from service.resolve import Prompt, resolve_prompt
 from service.text.tokens import TextCodec
 from service.work import Ended, Failed, NodeAt, Work
@@ -93,6 +95,7 @@ class Runtime:
             raise ModelNotFound(
                 f"there is no model {name}",
                 hint=f"this server has {self.model_view.name}",
+                metadata={"model": name},
                 resource=("kvfork.v1.Model", name),
             )
         return self.model_view
@@ -174,7 +177,7 @@ class Runtime:
         """Places that lie beyond the parent: the engine will pass them."""
         return frozenset(p for p in places if parent is None or p > parent.token_count)
 
-    def parent_marks(
+    async def parent_marks(
         self, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
     ) -> list[Marked]:
         """Marks at or before the parent's end: kept if a state stands there already, and said so if not."""
@@ -189,10 +192,10 @@ class Runtime:
             if node is None:
                 found.append(Marked(mark=i, snapshot=None, save_error_reason="NOT_STORED"))
             else:
-                found += self._mark(i, NodeAt(node, "", final=False), mark, owner, parent)
+                found += await self._mark(i, NodeAt(node, "", final=False), mark, owner, parent)
         return found
 
-    def marked(
+    async def marked(
         self, event: NodeAt, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
     ) -> list[Marked]:
         """Every mark at the node's place; takes over the hold on the node."""
@@ -201,15 +204,15 @@ class Runtime:
         for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
             if place == event.node.end:
                 copy = NodeAt(self.loaded.cache.hold(event.node), event.lost, final=False)
-                found += self._mark(i, copy, mark, owner, parent)
+                found += await self._mark(i, copy, mark, owner, parent)
         self.loaded.cache.let_go(event.node)
         return found
 
-    def _mark(self, index: int, event: NodeAt, mark: Mark, owner: str, parent: Snapshot | None) -> list[Marked]:
-        view, reason = self.try_save(owner, event, mark.options, parent)
+    async def _mark(self, index: int, event: NodeAt, mark: Mark, owner: str, parent: Snapshot | None) -> list[Marked]:
+        view, reason = await self.try_save(owner, event, mark.options, parent)
         return [Marked(mark=index, snapshot=view, save_error_reason=reason)]
 
-    def try_save(
+    async def try_save(
         self, owner: str, event: NodeAt, options: SaveOptions | None, parent: Snapshot | None
     ) -> tuple[SnapshotView | None, str]:
         """Names a node if all of it was stored; the reason if not."""
@@ -218,9 +221,44 @@ class Runtime:
             self.loaded.cache.let_go(event.node)
             return None, "STORE_FULL" if event.lost else ""
         try:
-            return self.handles.view(self.handles.add(owner, event.node, options, parent)), ""
+            return self.handles.view(await self.add(owner, event.node, options, parent)), ""
         except CallError as error:
             return None, error.reason
+
+    async def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
+        """Names `node`, taking over the caller's hold, and waits until the name is as safe as was asked for."""
+        assert self.loaded is not None and self.handles is not None
+        cache = self.loaded.cache
+        there = bool(options.snapshot_id) and self.handles.has(options.snapshot_id, owner)
+        snapshot = self.handles.add(owner, node, options, parent)
+        if options.durability is Durability.DISK and not snapshot.durable:
+            error = await self._written(lambda done: cache.make_durable(snapshot, done))
+            if error is not None:
+                if not there:
+                    self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
+                raise store_full(str(error))
+        return snapshot
+
+    async def settled(self) -> None:
+        """Waits until what was changed so far is on disk, where that is promised; what fails is tried again."""
+        if self.loaded is not None and self.loaded.cache.store.durable:
+            await self._written(self.loaded.cache.settle)
+
+    @staticmethod
+    async def _written(order: Callable[[Callable[[StoreError | None], None]], None]) -> StoreError | None:
+        """Gives an order to the store's thread and waits for its answer."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[StoreError | None] = loop.create_future()
+
+        def arrived(error: StoreError | None) -> None:
+            if not answer.done():
+                answer.set_result(error)
+
+        def from_there(error: StoreError | None) -> None:
+            loop.call_soon_threadsafe(arrived, error)
+
+        order(from_there)
+        return await answer
 
     def rehome(self, parent: Snapshot | None, event: NodeAt) -> None:
         assert self.loaded is not None

@@ -76,7 +76,10 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "default_max_tokens": "11",
         "memory_bytes": "12MiB",
         "disk_bytes": "13MiB",
+        "scratch_dir": "/var/tmp/k",
         "store_dir": "/var/lib/k",
+        "key_file": "/etc/k.key",
+        "key_command": "",
         "prefill_budget": "14",
         "share_decoded": "yes",
         "drain_seconds": "15s",
@@ -103,7 +106,9 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         default_max_tokens=11,
         memory_bytes=12 * MIB,
         disk_bytes=13 * MIB,
+        scratch_dir=Path("/var/tmp/k"),
         store_dir=Path("/var/lib/k"),
+        key_file=Path("/etc/k.key"),
         prefill_budget=14,
         share_decoded=True,
         drain_seconds=15.0,
@@ -221,7 +226,7 @@ def test_budgets_come_from_the_machine_unless_given(tmp_path: Path):
     assert config.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     assert 0 < config.disk_bytes <= 64 * GIB
     assert configured("--memory-bytes", "1GiB", "--disk-bytes", "0").memory_bytes == GIB
-    assert configured().store_dir.is_dir()
+    assert configured().scratch_dir.is_dir()
 
 
 def test_help_tells_every_flag_variable_and_default(capsys):

@@ -17,6 +17,7 @@ examples:
   kvfork serve --model gemma3                     the sliding-window model
   kvfork serve --model ~/models/my-mlx-model --address none --unix-socket ~/.kvfork.sock
   kvfork serve --memory-bytes 2GiB --disk-bytes 20GiB
+  kvfork serve --store-dir ~/.kvfork --key-file ~/keys/kvfork    snapshots that outlive the server
 
 Every flag can be set as a variable instead: KVFORK_MODEL=gemma3 kvfork serve
 """
@@ -55,7 +56,13 @@ def run(args: argparse.Namespace) -> int:
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return app.main(config, folder, _model_id(config.model, folder), _ready)
+    from kvcache.errors import StoreUnusable
+
+    try:
+        return app.main(config, folder, _model_id(config.model, folder), _ready)
+    except StoreUnusable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _ready(addresses: Sequence[str]) -> None:

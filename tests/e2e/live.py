@@ -26,6 +26,8 @@ from kvfork_client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
+KERNELS = Path(tempfile.gettempdir()) / "kvfork-e2e-kernels"
+
 PATIENCE = 60.0  # seconds before a test gives up on something that should come; never how long it should take
 
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
@@ -43,12 +45,15 @@ class LiveServer:
         self.store = Path(self._home.name) / "store"
         self.log = Path(self._home.name) / "stderr"
         self.temp.mkdir()
+        # Compiled kernels are the same for every server of a model and take seconds to make; they hold nothing else.
+        KERNELS.mkdir(exist_ok=True)
+        (self.temp / "mlx").symlink_to(KERNELS)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFORK_")}
         for name in ("KVFORK_CACHE_DIR", "KVFORK_ACCEPT_GEMMA_TERMS"):
             if name in os.environ:
                 clean[name] = os.environ[name]
         command = [sys.executable, "-m", "service", "serve", "--model", str(model), "--address", "127.0.0.1:0"]
-        command += ["--store-dir", str(self.store), *flags]
+        command += ["--scratch-dir", str(self.store), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -62,7 +67,10 @@ class LiveServer:
         line = self.process.stdout.readline()
         if not line.startswith("listening on "):
             self.process.wait(PATIENCE)
-            raise ServerDidNotStart(self.process.returncode, self.log.read_text())
+            log = self.log.read_text()
+            self.process.stdout.close()
+            self._home.cleanup()
+            raise ServerDidNotStart(self.process.returncode, log)
         self.address = line.split()[-1]
         self.channel = grpc.insecure_channel(self.address, options=OPTIONS)
         self.inference = InferenceServiceStub(self.channel)
@@ -100,8 +108,10 @@ class LiveServer:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def left_behind(self) -> list[str]:
-        """Names of everything under the temporary and the store directory."""
-        return sorted(str(p) for top in (self.temp, self.store) if top.exists() for p in top.rglob("*"))
+        """Everything under the temporary and the store directory, and these themselves if they were made."""
+        found = [str(self.store)] if self.store.exists() else []
+        found += [str(p) for top in (self.temp, self.store) if top.exists() for p in top.rglob("*")]
+        return sorted(name for name in found if name != str(self.temp / "mlx"))
 
     def terminate(self) -> int:
         """SIGTERM; the exit code."""
