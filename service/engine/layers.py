@@ -33,7 +33,15 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.mlx_arrays import from_payload, to_payload
 from kvcache.records import RecordKind
 from service.engine.policies import Arrays, policy_of
-from service.engine.upstream import ArraysCache, CacheList, qualified_name
+from service.engine.upstream import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    qualified_name,
+)
 from service.plan import Capture, Restored
 
 LOGITS = "logits"
@@ -169,6 +177,10 @@ def _merged(caches: list):
 def _extracted(cache, index: int):
     if isinstance(cache, CacheList):
         return CacheList(*(_extracted(member, index) for member in cache.caches))
+    if isinstance(cache, BatchKVCache) and cache.keys is None:
+        return KVCache()
+    if isinstance(cache, BatchRotatingKVCache) and cache.keys is None:
+        return RotatingKVCache(cache.max_size)
     if not isinstance(cache, ArraysCache):
         return cache.extract(index)
     own = ArraysCache(len(cache.cache))

@@ -15,7 +15,7 @@ import mlx.core as mx
 from kvcache.layout import CacheLayout, LayerKind
 from service.engine import layers
 from service.engine.policies import policy_of
-from service.engine.upstream import make_prompt_cache, qualified_name
+from service.engine.upstream import PADDING_MATTERS, make_prompt_cache, qualified_name
 
 _LENGTHS = (40, 17, 9, 1)  # the longest first: it is the only one that is not padded
 
@@ -57,7 +57,11 @@ def probe(model) -> Probed:
         if spec.kind is LayerKind.FULL
         for array in policy_of(leaf).capture(leaf, 0, 1).values()
     )
-    alone = layout.alone or _why_alone(model, rows, [prompt[-1] for prompt in prompts])
+    alone = (
+        layout.alone
+        or PADDING_MATTERS.get(type(model).__module__)
+        or _why_alone(model, rows, [prompt[-1] for prompt in prompts])
+    )
     return Probed(layout=CacheLayout(tuple(specs), alone=alone), bytes_per_token=per_token)
 
 

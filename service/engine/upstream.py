@@ -24,6 +24,7 @@ from mlx_lm.utils import load_model
 __all__ = [
     "LATENT_CACHE",
     "LATENT_FIELDS",
+    "PADDING_MATTERS",
     "ArraysCache",
     "BatchKVCache",
     "BatchRotatingKVCache",
@@ -43,6 +44,11 @@ __all__ = [
     "set_chunk",
     "set_window",
 ]
+
+PADDING_MATTERS = {
+    "mlx_lm.models.minimax_m3_vl": "sparse blocks are cut over cache slots, which padding moves",
+}
+"""Model modules that compute something else for a padded row once it is long, so that no short call shows it."""
 
 LATENT_CACHE = "mlx_lm.models.deepseek_v41.LayerCache"
 LATENT_FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")

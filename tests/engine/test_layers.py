@@ -190,6 +190,16 @@ def test_rows_with_lists_and_empty_slots_join_and_leave_a_batch() -> None:
         assert tokens_of(full) == ([length] * length, [length] * length)
 
 
+def test_a_cache_that_no_call_fills_passes_through_a_batch() -> None:
+    rows = [[KVCache(), RotatingKVCache(8)] for _ in range(2)]
+    batch = layers.join(None, rows)
+    for cache in batch:
+        cache.filter(mx.array([1]))
+    full, window = layers.extract(batch, 0)
+    assert (type(full), full.state[:2], full.offset) == (KVCache, (None, None), 0)
+    assert (type(window), window.state[:2], window.max_size) == (RotatingKVCache, (None, None), 8)
+
+
 def test_a_record_that_falls_short_is_refused() -> None:
     for make in (KVCache, lambda: RotatingKVCache(8), lambda: ChunkedKVCache(8)):
         line = _Line(make)

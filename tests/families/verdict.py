@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from tests.families import families
 
@@ -40,8 +42,8 @@ class Verdict:
         return cls(**{**values, "outcome": Outcome(values["outcome"])})
 
 
-def judge(name: str) -> Verdict:
-    """Builds the family and runs the suite on it, here and now."""
+def judge(name: str, build: Callable[[str], Any] = families.build) -> Verdict:
+    """Builds the family, on the engine thread, and runs the suite on it, here and now."""
     began = time.monotonic()
     from service.engine import cpu
 
@@ -56,7 +58,7 @@ def judge(name: str) -> Verdict:
     found: dict[str, str] = {"caches": "", "alone": ""}
 
     def load() -> tuple[object, ModelFacts]:
-        model = families.build(name)
+        model = build(name)
         found["caches"] = caches_of(model)
         probed = probe(model)
         found["alone"] = probed.layout.alone
