@@ -37,6 +37,9 @@ __all__ = ["FetchResult", "PutResult", "StoreConfig", "StoreStats", "TieredStore
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+
+RESIDENT = (RecordKind.FULL, RecordKind.LOGITS)
+"""Kinds that stay in memory: using a snapshot of a full-attention model then costs no load at all."""
 CLOSING_SECONDS = 10.0
 
 
@@ -216,20 +219,21 @@ class TieredStore:
         phases: Sequence[Sequence[Note]],
         done: Callable[[StoreError | None], None],
         *,
-        strict: bool = True,
+        optional: Sequence[RecordId] = (),
     ) -> None:
         """Make `records` and then notes, phase after phase, safe from a power cut; `done` is told the error, or None.
 
         Orders follow each other as they were given. `done` runs on the I/O thread and must not block. Records that are
-        kept in memory move to disk. `strict`: a record that is not held is an error.
+        kept in memory move to disk. One of `records` that is not held is an error, an `optional` one is passed over.
         """
-        wanted = tuple(records)
+        needed, also = tuple(records), tuple(optional)
+        wanted = needed + also
         self.pin(wanted)
 
         def job() -> None:
             error: StoreError | None = StoreError("an unexpected error, see the log")
             try:
-                error = self._disk.persist(wanted, phases, strict=strict)
+                error = self._disk.persist(needed, phases, also)
             finally:  # whatever happened, somebody waits for the answer
                 self.unpin(wanted)
                 done(error)
@@ -367,7 +371,7 @@ class TieredStore:
             return PutResult.EXISTS
         size = len(data)
         fits_disk = size <= self._segments.max_payload_bytes and size <= self._queue_limit(explicit=explicit)
-        if (record.kind is RecordKind.FULL or not fits_disk) and size <= self._config.memory_bytes:
+        if (record.kind in RESIDENT or not fits_disk) and size <= self._config.memory_bytes:
             if self._shrink_memory(self._config.memory_bytes - size):
                 self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED

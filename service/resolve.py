@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from service.errors import InvalidField
 from service.events import ModelView
-from service.request import ChatInput, Input, Landmark, Mark, Part, RawInput, Sampling, TokenPart
+from service.request import ChatInput, Input, Landmark, Mark, Part, RawInput, Sampling, TextPart, TokenPart
 from service.text import chat
 from service.text.tokens import TextCodec
 
@@ -40,6 +40,7 @@ def resolve_prompt(
     at: str = "input",
 ) -> Prompt:
     """The context after `given`; `at` is the field path for errors. Raises InvalidField, TurnOpen, Template…"""
+    refuse_hopeless(codec, model, len(context), given, at)
     tokens = array("I", context)
     text = ""
     message_ends: tuple[int | None, ...] = ()
@@ -73,6 +74,19 @@ def check_token_ids(parts: Sequence[Part], model: ModelView, at: str) -> None:
             if token >= model.vocab_size:
                 text = f"is {token}; ids go from 0 to {model.vocab_size - 1}"
                 raise InvalidField.at(f"{at}.parts[{p}].tokens.ids[{i}]", text)
+
+
+def refuse_hopeless(codec: TextCodec, model: ModelView, context_tokens: int, given: Input | None, at: str) -> None:
+    """Refuses text that cannot fit, however it is tokenized, before a tokenizer spends minutes on it."""
+    if given is None:
+        return
+    groups = [given.parts] if isinstance(given, RawInput) else [message.parts for message in given.messages]
+    size = sum(len(part.text.encode()) for parts in groups for part in parts if isinstance(part, TextPart))
+    least = context_tokens + size // codec.longest_token_bytes
+    if least > model.context_tokens:
+        facts = {"promptTokens": f">={least}", "contextTokens": str(model.context_tokens)}
+        text = f"has {size:,} bytes of text, at least {least:,} tokens; the model takes {model.context_tokens:,}"
+        raise InvalidField.at(at, text, reason="CONTEXT_OVERFLOW", metadata=facts)
 
 
 def check_room(prompt_tokens: int, model: ModelView, *, needs: int, at: str = "input") -> None:

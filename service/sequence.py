@@ -106,7 +106,7 @@ class Sequence:
         lookup = self.lookup
         if lookup is None:
             return Usage(prompt_tokens=self.prompt_tokens, new_tokens=self.prompt_tokens)
-        known = min(lookup.known, self.prompt_tokens)
+        known = min(max(lookup.known, self.work.known_tokens), self.prompt_tokens)
         recomputed = known - lookup.position
         return Usage(
             prompt_tokens=self.prompt_tokens,
@@ -117,9 +117,14 @@ class Sequence:
             memory_tokens=lookup.position - self._disk_tokens,
             disk_tokens=self._disk_tokens,
             disk_bytes_read=self._disk_bytes,
-            diverged_at=lookup.diverged_at,
-            miss_reason=lookup.miss_reason if recomputed else MissReason.NONE,
+            diverged_at=known if known < self.prompt_tokens else None,
+            miss_reason=self._miss_reason(lookup) if recomputed else MissReason.NONE,
         )
+
+    @staticmethod
+    def _miss_reason(lookup: Lookup) -> MissReason:
+        """Why what was known had to be computed again; a rollback's cut between kept places is nobody's loss."""
+        return MissReason.BETWEEN_CHECKPOINTS if lookup.miss_reason is MissReason.NONE else lookup.miss_reason
 
     def timing(self) -> Timing:
         """Seconds by phase so far."""

@@ -38,6 +38,7 @@ class Work:
     base: Node | None  # explicit parent: a prefix of `tokens`; held by the submitter until the work has ended
     keep: frozenset[int]  # positions in (0, len(tokens)]
     generation: Generation | None
+    known_tokens: int = 0  # of `tokens`: computed once before, as the submitter knows; more than `base` may tell
     max_recompute_tokens: int | None = None
     progress: bool = False
     priority: int = 0

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,12 @@ class TextCodec:
         if continuing and text and self._dummy_prefix:
             for guard in _GUARDS:
                 head = self._backend.encode(guard, add_special_tokens=False).ids
-                whole = self._backend.encode(guard + text, add_special_tokens=False)
+                (whole,) = self._backend.encode_batch([guard + text], add_special_tokens=False)
                 if whole.ids[: len(head)] == head:
                     skip = len(guard)
                     return whole.ids[len(head) :], [(a - skip, b - skip) for a, b in whole.offsets[len(head) :]]
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        # A batch of one: unlike `encode`, it lets go of the GIL, and a text can be megabytes long.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode_raw(self, raw: RawInput, *, with_parent: bool) -> list[int]:
@@ -140,6 +142,11 @@ class TextCodec:
                 ids += part.ids
                 begun = begun or bool(part.ids)
         return [*self._before, *ids, *self._after] if raw.add_special_tokens else ids
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """The most bytes of text that one token can stand for."""
+        return max((len(self.token_bytes(token)) for token in self._backend.get_vocab().values()), default=1)
 
     def token_bytes(self, token: int) -> bytes:
         """What `token` adds to the text: often less than a character; empty for an id without a token."""

@@ -72,7 +72,7 @@ def holds(store: TieredStore, name: object, kind: RecordKind = WINDOW) -> bool:
 # Placement
 
 
-@pytest.mark.parametrize("kind", [WINDOW, STATE, LOGITS])
+@pytest.mark.parametrize("kind", [WINDOW, STATE])
 def test_local_records_are_pending_until_written_and_then_leave_memory(kind: RecordKind) -> None:
     store = store_over()
     assert put(store, 1, kind) is PutResult.STORED

@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_name_is_said_in_the_contracts_words(world: World) 
     resource = (RESOURCE, "snapshots/x")
     with pytest.raises(CallError) as unknown:
         world.handles.find("snapshots/x", "b")
-    assert facts(unknown.value) == (SnapshotNotFound, "SNAPSHOT_NOT_FOUND", resource, {})
+    assert facts(unknown.value) == (SnapshotNotFound, "SNAPSHOT_NOT_FOUND", resource, {"snapshot": "snapshots/x"})
     with world.handles.using("snapshots/x", "a") as snapshot:
         assert world.handles.view(snapshot).active_uses == 1
         for act in (
@@ -133,7 +133,8 @@ def test_what_is_wrong_with_a_name_is_said_in_the_contracts_words(world: World) 
     world.handles.delete(snapshot, GoneReason.ROLLED_BACK, in_use_ok=False)
     with pytest.raises(CallError) as gone, world.handles.using("snapshots/x", "a"):
         pass
-    assert facts(gone.value) == (SnapshotNotFound, "SNAPSHOT_ROLLED_BACK", resource, {"goneTime": "1000.000"})
+    told = {"goneTime": "1970-01-01T00:16:40.000Z", "snapshot": "snapshots/x"}
+    assert facts(gone.value) == (SnapshotNotFound, "SNAPSHOT_ROLLED_BACK", resource, told)
 
 
 def test_limits_are_told_apart_before_and_while_a_name_is_made(world: World) -> None:
