@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -87,7 +88,9 @@ def judge(name: str, build: Callable[[str], Any] = families.build) -> Verdict:
     try:
         differences = [str(difference) for difference in check(rig)]
     except Exception as error:  # a call that raises is a finding about the family, not about the suite
-        return verdict(Outcome.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:200] or where.line
+        return verdict(Outcome.FAILED, f"{type(error).__name__}: {text}")
     finally:
         rig.close()
     if differences:
