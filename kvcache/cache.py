@@ -482,7 +482,8 @@ class PrefixCache:
                     for tail in base.children:
                         if tail.end == position and tail.tokens == head and self._passes(tail, through):
                             found = tail if self._restorable(tail) else found
-                if found is None and self.layout.trimmable and self._has(RecordId(through.source, RecordKind.FULL)):
+                stored = self._has(RecordId(through.source, RecordKind.FULL)) and self._restorable(base)
+                if found is None and self.layout.trimmable and stored:
                     found = self._tree.add(base, head, trimmed_schedule(through.source))
                     if found.borrows is None:
                         found.borrows = through
@@ -591,7 +592,9 @@ class PrefixCache:
         with self._lock:
             snapshot.uses += 1
             snapshot.recorded = True
-            self._journal.save(snapshot, self._records_of(snapshot), safe)
+            records = self._records_of(snapshot)
+            logits = [record for record in records if record.kind is RecordKind.LOGITS]  # a boundary may have none
+            self._journal.save(snapshot, records[: len(records) - len(logits)], logits, safe)
 
     def settle(self, done: Callable[[StoreError | None], None]) -> None:
         """Calls back once every change so far is on disk, or has failed; at once if nothing ever is."""

@@ -128,26 +128,25 @@ class DiskTier:
         self,
         records: Sequence[RecordId],
         phases: Sequence[Sequence[Note]],
-        *,
-        strict: bool,
+        optional: Sequence[RecordId],
     ) -> StoreError | None:
         """Bring `records` and then the notes to disk, safely; each phase is safe before the next one begins.
 
-        The records must be pinned. `strict`: one that is not held is an error, else it is passed over.
+        The records must be pinned. One that is not held is an error, but for the optional ones.
         """
         ledger = self._ledger
         try:
-            for record in records:
+            for record in (*records, *optional):
                 self._io.run_urgent()
                 with ledger.lock:
                     entry = ledger.index.get(record)
                 if entry is not None:
                     self._make_safe(entry)
-                with ledger.lock:
+            with ledger.lock:
+                for record in records:
                     entry = ledger.index.get(record)
-                    on_disk = entry is not None and entry.tier is Tier.DISK
-                if strict and not on_disk:
-                    raise MissingRecord(record, "not held any more")
+                    if entry is None or entry.tier is not Tier.DISK:
+                        raise MissingRecord(record, "not held any more")
             self._segments.sync()
             for phase in phases:
                 for note in phase:

@@ -88,12 +88,18 @@ class Journal:
 
     # Writing
 
-    def save(self, snapshot: Snapshot, records: Iterable[RecordId], done: Callable[[StoreError | None], None]) -> None:
-        """Brings a snapshot to disk with all that it needs; state that is not held any more is an error."""
+    def save(
+        self,
+        snapshot: Snapshot,
+        records: Iterable[RecordId],
+        optional: Iterable[RecordId],
+        done: Callable[[StoreError | None], None],
+    ) -> None:
+        """Brings a snapshot to disk with all that it needs; one of `records` that is not held any more is an error."""
         key = self.key_of(snapshot)
         self._saved[key] = snapshot.expires
         phases = [self._node_notes(snapshot.node), [self._snapshot_note(snapshot)]]
-        self._order(key, list(records), phases, done, strict=True, owe=None)
+        self._order(key, list(records), phases, done, optional=list(optional), owe=None)
 
     def changed(self, snapshot: Snapshot) -> None:
         """Writes what may change about a durable snapshot; again at the next `sweep` if that fails."""
@@ -153,7 +159,7 @@ class Journal:
         else:
             phases = [[Note(id=NoteId(key, NoteKind.TOMBSTONE), payload=b"", key_id=what)]]
 
-        self._order(key, records, phases, lambda _: None, strict=False, owe=what)
+        self._order(key, (), phases, lambda _: None, optional=records, owe=what)
 
     def _order(
         self,
@@ -162,7 +168,7 @@ class Journal:
         phases: list[list[Note]],
         done: Callable[[StoreError | None], None],
         *,
-        strict: bool,
+        optional: Sequence[RecordId],
         owe: Snapshot | int | None,
     ) -> None:
         """Hands an order to the store, in place of what was owed to this name. If it fails, `owe` is tried again."""
@@ -181,7 +187,7 @@ class Journal:
                         self._owed[key] = owe
             done(error)
 
-        self._store.persist(records, phases, counted, strict=strict)
+        self._store.persist(records, phases, counted, optional=optional)
 
     def _node_notes(self, node: Node) -> list[Note]:
         """Of the node and of all that it follows or reads from; the store passes over those it has."""

@@ -2,7 +2,8 @@
 
 Pure but for the storage. The records of one store, one model, in all its segments: a later one replaces an earlier one
 of the same name, and a tombstone the handle of the same key. Later means sealed later (`seal.sequence_of`), not lying
-further on, so that neither cleaning nor an old file put back changes the answer.
+further on, so that neither cleaning nor an old file put back changes the answer. After a power cut a header may be
+there without its payload; so where there is a choice, only a record that verifies replaces another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import SEGMENT_HEADER, RecordHeader, decode_segment_header
 from kvcache.records import Name, NoteId, NoteKind
 from kvcache.scan import scan_records
-from kvcache.seal import Seal, sequence_of
+from kvcache.seal import Seal, new_buffer, sequence_of
 from kvcache.storage import Storage
 from kvcache.store_dir import Identity
 
@@ -53,6 +54,16 @@ class Census:
     unreadable: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One of several records of a name."""
+
+    order: tuple[int, int]
+    segment: int
+    offset: int
+    header: RecordHeader
+
+
 def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[int, int], dict[int, int], Census]:
     """Sizes of our segments, sizes of other models' segments, and what ours hold. Cuts torn tails off.
 
@@ -60,7 +71,7 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
     """
     mine: dict[int, int] = {}
     foreign: dict[int, int] = {}
-    newest: dict[object, tuple[tuple[int, int], int, int, RecordHeader]] = {}
+    candidates: dict[object, list[_Candidate]] = {}
     handles: list[tuple[int, bytes]] = []
     damaged_segments: set[int] = set()
     damaged = cut_bytes = unreadable = 0
@@ -101,19 +112,23 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
             if isinstance(name, NoteId) and name.kind is NoteKind.SNAPSHOT:
                 handles.append((number, name.key))
             rank = ("handle", name.key) if isinstance(name, NoteId) and name.kind is not NoteKind.NODE else name
-            before = newest.get(rank)
-            if before is None or order > before[0]:
-                newest[rank] = (order, number, record.offset, header)
+            candidates.setdefault(rank, []).append(_Candidate(order, number, record.offset, header))
     records: dict[Name, Found] = {}
     alive: set[tuple[int, bytes]] = set()
     haunting = {key for _, key in handles}
-    for _, number, offset, header in sorted(newest.values(), key=lambda entry: entry[0]):
+    chosen: list[_Candidate] = []
+    for several in candidates.values():
+        choice, worse = _newest_whole(storage, seal, several)
+        chosen.append(choice)
+        damaged += worse
+    for candidate in sorted(chosen, key=lambda one: one.order):
+        number, header = candidate.segment, candidate.header
         name = header.record
         if isinstance(name, NoteId) and name.kind is NoteKind.TOMBSTONE and name.key not in haunting:
             continue  # nothing is left that it would have to speak against
         if isinstance(name, NoteId) and name.kind is NoteKind.SNAPSHOT:
             alive.add((number, name.key))
-        records[name] = Found(segment=number, offset=offset, length=header.record_bytes, key_id=header.key_id)
+        records[name] = Found(segment=number, offset=candidate.offset, length=header.record_bytes, key_id=header.key_id)
     return (
         mine,
         foreign,
@@ -126,6 +141,22 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
             unreadable=unreadable,
         ),
     )
+
+
+def _newest_whole(storage: Storage, seal: Seal, candidates: list[_Candidate]) -> tuple[_Candidate, int]:
+    """The newest that verifies, or the newest if none does, and how many newer ones do not."""
+    if len(candidates) == 1:
+        return candidates[0], 0  # verified when it is read
+    candidates.sort(key=lambda one: one.order, reverse=True)
+    for worse, candidate in enumerate(candidates):
+        data = new_buffer(candidate.header.record_bytes)
+        if storage.read_into(candidate.segment, candidate.offset, data) == len(data):
+            try:
+                seal.open(candidate.header.record, data)
+            except FormatError:
+                continue
+            return candidate, worse
+    return candidates[0], 0
 
 
 def _whose(storage: Storage, number: int, ours: Identity) -> bytes | None:
