@@ -9,7 +9,7 @@ PROTOS := types inference_service snapshot_service server_service
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow check lint type gen gen-check clients-test bench clean
+.PHONY: help setup demo serve chat test test-slow families check lint type gen gen-check clients-test bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: setup ## Run the test suite (under 10 minutes on 2 cores)
 
 test-slow: setup ## Run the longer tests too: soak, memory, every client
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
+	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)
 
 lint: setup ## Formatting, lint and the contract's lint
 	$(BIN)/ruff format --check .
