@@ -45,14 +45,17 @@ class RowSampler:
         return bool(s.frequency_penalty or s.presence_penalty) or s.repetition_penalty not in (None, 1.0)
 
     def pick(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Draws from `logits` (vocab,). Returns the token (lazy scalar) and, where asked for, log-probabilities."""
+        """Draws from `logits` (vocab,). Returns the token (lazy scalar) and, where asked for, log-probabilities.
+
+        The token is negative where penalties and bias leave nothing finite to pick.
+        """
         logits = self._adjusted(logits.astype(mx.float32))
         logprobs = logits - mx.logsumexp(logits) if self._top is not None else None
         if not self._s.temperature:
-            return mx.argmax(logits), logprobs
+            return _if_any(logits, mx.argmax(logits)), logprobs
         kept = _filtered(logits / self._s.temperature, self._s)
         key = mx.random.key((self._s.seed or 0) * 0x1_0000_0000 + self._drawn)
-        return mx.random.categorical(kept, key=key), logprobs
+        return _if_any(logits, mx.random.categorical(kept, key=key)), logprobs
 
     def took(self, token: int, logprobs: mx.array | None) -> Picked:
         """Notes the token that was drawn."""
@@ -114,9 +117,15 @@ def pick_all(logits: mx.array, samplers: Sequence[RowSampler]) -> list[Picked | 
             picks.append(sampler.took(common[i], None))
         elif isinstance(entry, Exception):
             picks.append(entry)
+        elif (token := entry[0].item()) < 0:
+            picks.append(BadLogits("penalties and bias leave no token to pick"))
         else:
-            picks.append(sampler.took(entry[0].item(), entry[1]))
+            picks.append(sampler.took(token, entry[1]))
     return picks
+
+
+def _if_any(logits: mx.array, token: mx.array) -> mx.array:
+    return mx.where(mx.isfinite(mx.max(logits)), token.astype(mx.int32), -1)
 
 
 def _filtered(logits: mx.array, s: Sampling) -> mx.array:

@@ -202,6 +202,13 @@ def test_where_every_layer_keeps_every_token_a_block_is_cut_to_size() -> None:
         assert deeper is not None and deeper.source in {n.key for n in end.path()}
 
 
+def test_a_cut_is_offered_only_where_all_before_it_is_stored() -> None:
+    world = World(LAYOUTS["full"])
+    end = world.run(prompt_of(700)).nodes[700]
+    world.lose(end.path()[0], RecordKind.FULL)
+    assert [world.cache.cut(end, place) for place in (300, 512, 600, 700)] == [None] * 4
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_cut_keeps_its_state_when_the_line_it_was_cut_from_is_deleted(pinned: bool) -> None:
     world = World(LAYOUTS["full"])
