@@ -14,12 +14,12 @@ from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
 from service.errors import CallError, InvalidField, NotAnAncestor, RollbackBeyondEnd
-from service.events import Counted, Created, Forked, Marked, RolledBack
+from service.events import Counted, Created, Forked, RolledBack
 from service.handles import Handles
 from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, Release, RollbackCall, Rounding
 from service.resolve import Prompt, check_room, mark_positions
 from service.runtime import Loaded, Runtime, recompute_limit, store_full
-from service.work import NodeAt, Work
+from service.work import Work
 
 
 class Derivations:
@@ -37,38 +37,53 @@ class Derivations:
             end = len(prompt.tokens)
             check_room(end, loaded.view, needs=0)
             places = mark_positions(call.marks, prompt)
-            if parent is not None and end == parent.token_count:
-                snapshot = await self._rt.add(owner, loaded.cache.hold(parent.node), call.options, parent)
-                usage = _untouched(loaded.cache, parent.node)
-                marks: list[Marked] = await self._rt.parent_marks(call.marks, places, owner, parent)
-            else:
-                keep = self._rt.engine_places(places, parent) | {end}
-                work = Work(
-                    owner=owner,
-                    tokens=prompt.tokens,
-                    base=parent.node if parent else None,
-                    keep=keep,
-                    generation=None,
-                )
-                nodes, usage = await self._rt.run(work, parent)
-                marks = await self._rt.parent_marks(call.marks, places, owner, parent)
-                for event in nodes:
-                    if event.node.end < end or end in places:
-                        copy = NodeAt(loaded.cache.hold(event.node), event.lost, final=False)
-                        marks += await self._rt.marked(copy, call.marks, places, owner, parent)
-                    if event.node.end < end:
-                        loaded.cache.let_go(event.node)
-                last = next(event for event in nodes if event.node.end == end)
-                if last.lost:
-                    loaded.cache.let_go(last.node)
-                    raise store_full(last.lost)
-                snapshot = await self._rt.add(owner, last.node, call.options, parent)
-            kept = {m.mark: m.snapshot for m in marks if m.snapshot is not None}
-            if len(kept) < len(call.marks):
-                raise store_full("a mark's state could not be kept")
-            return Created(
-                snapshot=handles.view(snapshot), usage=usage, marked=tuple(kept[i] for i in range(len(call.marks)))
+            options = [call.options, *(mark.options for mark in call.marks)]
+            ends = [end, *places]
+            for each, place in zip(options, ends, strict=True):
+                handles.check_id(owner, each, prompt.tokens[:place])
+            nodes, usage = await self._nodes_at(loaded, parent, prompt, frozenset(ends), owner)
+            wanted = [loaded.cache.hold(nodes[place]) for place in ends]
+            for node in nodes.values():
+                loaded.cache.let_go(node)
+            made = await self._rt.add_all(owner, list(zip(wanted, options, strict=True)), parent)
+            snapshot, *marked = (handles.view(each) for each in made)
+            return Created(snapshot=snapshot, usage=usage, marked=tuple(marked))
+
+    async def _nodes_at(
+        self, loaded: Loaded, parent: Snapshot | None, prompt: Prompt, places: frozenset[int], owner: str
+    ) -> tuple[dict[int, Node], Usage]:
+        """A held node for each place of the prompt; places within the parent are found, those beyond computed."""
+        cache = loaded.cache
+        nodes: dict[int, Node] = {}
+        try:
+            for place in places:
+                if parent is not None and place <= parent.token_count:
+                    node = cache.hold(parent.node) if place == parent.token_count else cache.cut(parent.node, place)
+                    if node is None:
+                        raise store_full(f"no state is kept at token {place} of the parent")
+                    nodes[place] = node
+            if len(nodes) == len(places):
+                assert parent is not None
+                return nodes, _untouched(cache, parent.node)
+            work = Work(
+                owner=owner,
+                tokens=prompt.tokens,
+                base=parent.node if parent else None,
+                keep=places - nodes.keys(),
+                generation=None,
             )
+            events, usage = await self._rt.run(work, parent)
+            lost = ""
+            for event in events:
+                nodes[event.node.end] = event.node
+                lost = lost or event.lost
+            if lost:
+                raise store_full(lost)
+        except BaseException:
+            for node in nodes.values():
+                cache.let_go(node)
+            raise
+        return nodes, usage
 
     async def fork(self, call: ForkCall, owner: str) -> Forked:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
@@ -80,19 +95,12 @@ class Derivations:
                 prompt = await self._rt.prompt(loaded, parent, branch.append, at=at)
                 check_room(len(prompt.tokens), loaded.view, needs=0, at=at)
                 prompts.append(prompt)
+            for branch, prompt in zip(call.branches, prompts, strict=True):
+                handles.check_id(owner, branch.options, prompt.tokens)
             nodes, usage = await self._run_branches(loaded, parent, prompts, owner)
-            snapshots: list[Snapshot] = []
-            try:
-                while nodes:
-                    branch = call.branches[len(snapshots)]
-                    snapshots.append(await self._rt.add(owner, nodes.pop(0), branch.options, parent))
-            except CallError:  # all or none
-                for snapshot in snapshots:
-                    handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
-                for node in nodes:
-                    loaded.cache.let_go(node)
-                raise
-            return Forked(snapshots=tuple(handles.view(s) for s in snapshots), usage=usage)
+            options = [branch.options for branch in call.branches]
+            made = await self._rt.add_all(owner, list(zip(nodes, options, strict=True)), parent)
+            return Forked(snapshots=tuple(handles.view(s) for s in made), usage=usage)
 
     async def _run_branches(
         self, loaded: Loaded, parent: Snapshot, prompts: list[Prompt], owner: str
@@ -133,6 +141,13 @@ class Derivations:
         cache = loaded.cache
         with handles.using(call.source, owner) as source:
             position, node = self._rollback_target(call, source, owner, handles, cache)
+            if call.rounding is Rounding.EXACT:
+                try:
+                    handles.check_id(owner, call.options, source.node.all_tokens()[:position])
+                except CallError:
+                    if node is not None:
+                        cache.let_go(node)
+                    raise
             if node is None and call.rounding is Rounding.DOWN:
                 stored = cache.checkpoints_before(source.node, position)
                 node = cache.cut(source.node, stored) if stored else None
@@ -226,7 +241,7 @@ class Derivations:
         loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
-            prompt = await self._rt.prompt(loaded, parent, call.input)
+            prompt = await self._rt.prompt(loaded, parent, call.input, bounded=False)
             total = len(prompt.tokens)
             lookup = loaded.cache.lookup(owner, prompt.tokens, base=parent.node if parent else None, keep=())
             loaded.cache.release(lookup)

@@ -34,6 +34,10 @@ class Generations:
             prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
             check_room(len(prompt.tokens), loaded.view, needs=1)
             places = mark_positions(call.marks, prompt)
+            for mark, place in zip(call.marks, places, strict=True):
+                handles.check_id(owner, mark.options, prompt.tokens[:place])
+            if call.save is not None:
+                handles.check_id(owner, call.save, prompt.tokens, grows=True)
             seed = call.sampling.seed if call.sampling.seed is not None else secrets.randbits(32)
             room = loaded.view.context_tokens - len(prompt.tokens)
             asked = call.stopping.max_tokens

@@ -5,6 +5,7 @@ Runs on the event loop; every method is short and waits for nothing but the cach
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -167,11 +168,21 @@ class Handles:
             self._cache.let_go(node)
 
     def check_new(self, owner: str, wanted: list[SaveOptions]) -> None:
-        """Raises before any work is done if the new names could not be kept."""
+        """Raises before any work is done if the new names could not be kept. A retry needs no room of its own."""
         for options in wanted:
             self._keep(options)
+        new = [options for options in wanted if not self.has(options.snapshot_id, owner)]
         with translated():
-            self._cache.check_room(owner, count=len(wanted), pinned=sum(o.pinned for o in wanted))
+            self._cache.check_room(owner, count=len(new), pinned=sum(options.pinned for options in new))
+
+    def check_id(self, owner: str, options: SaveOptions, tokens: array[int], *, grows: bool = False) -> None:
+        """Raises SnapshotIdTaken if the chosen id names another prefix than `tokens`; `grows`: than one behind them."""
+        if not self.has(options.snapshot_id, owner):
+            return
+        have = self._cache.snapshot(owner, options.snapshot_id).node.all_tokens()
+        if (have[: len(tokens)] if grows else have) != tokens:
+            with translated():
+                raise TakenSnapshotId(options.snapshot_id, f"snapshot id {options.snapshot_id} is taken")
 
     def delete(self, snapshot: Snapshot, reason: GoneReason, *, in_use_ok: bool) -> None:
         with translated():
@@ -213,7 +224,7 @@ class Handles:
             checkpointed_tokens=state.checkpointed,
             prefix_hash=bytes(snapshot.node.content),
             residency=residency,
-            durable=snapshot.durable and state.restorable == snapshot.token_count,
+            durable=snapshot.durable and state.on_disk,
             expire_time=None if snapshot.pinned else snapshot.expires,
             pinned=snapshot.pinned,
             labels=tuple(sorted(snapshot.labels.items())),

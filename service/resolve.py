@@ -40,7 +40,6 @@ def resolve_prompt(
     at: str = "input",
 ) -> Prompt:
     """The context after `given`; `at` is the field path for errors. Raises InvalidField, TurnOpen, Template…"""
-    refuse_hopeless(codec, model, len(context), given, at)
     tokens = array("I", context)
     text = ""
     message_ends: tuple[int | None, ...] = ()

@@ -35,11 +35,13 @@ from service.loop import EngineLoop
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
-from service.resolve import Prompt, resolve_prompt
+from service.resolve import Prompt, refuse_hopeless, resolve_prompt
 from service.text.tokens import TextCodec
 from service.work import Ended, Failed, NodeAt, Work
 
 STUCK_AFTER = 60.0  # seconds in one step before health gives the engine up; a 256-token call is far below
+
+TEXT_THREADS = 4  # the tokenizer lets go of the GIL; one caller's megabytes must not hold up the others' words
 
 T = TypeVar("T")
 
@@ -77,7 +79,7 @@ class Runtime:
         self.loop: EngineLoop  # set by start
         self._outlet: Outlet
         self._background: set[asyncio.Task[None]] = set()
-        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
 
     def start(self, loop: EngineLoop, outlet: Outlet) -> None:
         """Both ends of the way to the engine thread."""
@@ -87,7 +89,7 @@ class Runtime:
         """Ends what runs in the background on the event loop."""
         for task in list(self._background):
             task.cancel()
-        self._text_thread.shutdown(wait=False)
+        self._text_threads.shutdown(wait=False)
 
     def check_model(self, name: str) -> ModelView:
         """The model, if `name` is its name or empty."""
@@ -127,8 +129,8 @@ class Runtime:
             raise SnapshotNotFound(f"there is no snapshot {name}", resource=(RESOURCE, name))
         return self.handles
 
-    async def in_text_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work)
+    async def on_text_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     async def prompt(
         self,
@@ -137,10 +139,14 @@ class Runtime:
         given: Input | None,
         marks: Sequence[Mark] = (),
         at: str = "input",
+        *,
+        bounded: bool = True,
     ) -> Prompt:
-        """The parent's tokens and what `given` adds, tokenized on the text thread."""
+        """The parent's tokens and what `given` adds, tokenized on a text thread; `bounded`: it must fit the context."""
         context = parent.node.all_tokens() if parent else ()
-        return await self.in_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, marks, at))
+        if bounded:
+            refuse_hopeless(loaded.codec, loaded.view, len(context), given, at)
+        return await self.on_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, marks, at))
 
     def submit(self, work: Work) -> tuple[Channel, RowId]:
         assert self.loaded is not None
@@ -224,6 +230,30 @@ class Runtime:
             return self.handles.view(await self.add(owner, event.node, options, parent)), ""
         except CallError as error:
             return None, error.reason
+
+    async def add_all(
+        self, owner: str, wanted: list[tuple[Node, SaveOptions]], parent: Snapshot | None
+    ) -> list[Snapshot]:
+        """Names every node or none, taking over the caller's holds."""
+        assert self.loaded is not None and self.handles is not None
+        left = list(wanted)
+        added: list[Snapshot] = []
+        fresh: list[Snapshot] = []
+        try:
+            while left:
+                node, options = left.pop(0)
+                there = self.handles.has(options.snapshot_id, owner)
+                snapshot = await self.add(owner, node, options, parent)
+                added.append(snapshot)
+                if not there:
+                    fresh.append(snapshot)
+        except BaseException:
+            for snapshot in fresh:
+                self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
+            for node, _ in left:
+                self.loaded.cache.let_go(node)
+            raise
+        return added
 
     async def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
         """Names `node`, taking over the caller's hold, and waits until the name is as safe as was asked for."""

@@ -291,7 +291,6 @@ def test_a_retry_with_the_same_id_gets_the_same_snapshot(empty: LiveServer) -> N
     assert len(names(empty)) == 5
 
 
-@pytest.mark.xfail(strict=True, reason="the quota is checked for ids that are there already")
 def test_a_retry_needs_no_room_of_its_own(empty: LiveServer) -> None:
     create(empty, 20, 81, snapshot_id="retried-when-full")
     for i in range(39):
@@ -319,7 +318,6 @@ def test_a_fork_that_fails_makes_nothing(empty: LiveServer) -> None:
     assert names(empty) == before
 
 
-@pytest.mark.xfail(strict=True, reason="what the failed fork found under its own id is deleted with what it made")
 def test_a_fork_that_fails_deletes_nothing(empty: LiveServer) -> None:
     root = create(empty, 20, 84).snapshot.name
     create(empty, 30, 85, snapshot_id="taken-by-another")
@@ -332,7 +330,6 @@ def test_a_fork_that_fails_deletes_nothing(empty: LiveServer) -> None:
     assert names(empty) == before
 
 
-@pytest.mark.xfail(strict=True, reason="marks are named before the snapshot's own id is looked at")
 def test_a_creation_under_a_taken_id_leaves_no_marks(empty: LiveServer) -> None:
     create(empty, 30, 86, snapshot_id="taken-by-another")
     before = names(empty)
@@ -341,7 +338,6 @@ def test_a_creation_under_a_taken_id_leaves_no_marks(empty: LiveServer) -> None:
     assert names(empty) == before
 
 
-@pytest.mark.xfail(strict=True, reason="answers STORE_FULL, and leaves the snapshot behind")
 def test_a_creation_with_a_mark_under_a_taken_id_says_so_and_leaves_nothing(empty: LiveServer) -> None:
     create(empty, 30, 88, snapshot_id="taken-by-another")
     before = names(empty)
