@@ -112,6 +112,7 @@ class SnapshotState:
     disk_tokens: int  # of them: tokens of which some layer's state is on disk
     checkpointed: int  # deepest full-block boundary that can be restored
     exclusive_bytes: int
+    on_disk: bool  # all that standing at its end takes
 
 
 class PrefixCache:
@@ -541,6 +542,9 @@ class PrefixCache:
                 disk_tokens=self._disk_tokens(plan) if plan else 0,
                 checkpointed=grid.position if grid else 0,
                 exclusive_bytes=self._exclusive_bytes(snapshot.node),
+                on_disk=all(
+                    self.store.locate(record) is Tier.DISK for record, _ in needed(path, self.layout, logits=False)
+                ),
             )
 
     def tokens_on_disk(self, node: Node) -> int:
@@ -552,7 +556,10 @@ class PrefixCache:
     def rehome(self, snapshot: Snapshot, node: Node) -> None:
         """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""
         with self._lock:
-            if node is snapshot.node or self._snapshots_gone(snapshot):
+            if self._snapshots_gone(snapshot):
+                return
+            if node is snapshot.node:
+                self._record_move(snapshot)  # what was computed again is to be on disk again
                 return
             assert node.end == snapshot.node.end and node.content == snapshot.node.content
             pinned = snapshot.pinned
@@ -562,8 +569,7 @@ class PrefixCache:
             node.holds += 1
             if pinned:
                 self.store.pin(self._records_of(snapshot))
-            if self._journal is not None and snapshot.recorded:
-                self._journal.moved(snapshot, self._records_of(snapshot))
+            self._record_move(snapshot)
             self._unhold(old)
 
     def sweep(self) -> None:
@@ -634,6 +640,10 @@ class PrefixCache:
         if self._journal is not None and snapshot.recorded:
             self._journal.changed(snapshot)
 
+    def _record_move(self, snapshot: Snapshot) -> None:
+        if self._journal is not None and snapshot.recorded:
+            self._journal.moved(snapshot, self._records_of(snapshot))
+
     def _has(self, record: RecordId) -> bool:
         return self.store.locate(record) is not None
 
@@ -687,8 +697,6 @@ class PrefixCache:
             if any(self._has(RecordId(here.key, kind)) for kind in (*self.layout.kinds, RecordKind.LOGITS)):
                 continue
             todo += self._tree.discard(here)
-            if self._journal is not None:
-                self._journal.node_gone(here.key)
             if here.borrows is not None:
                 self._unhold(here.borrows)
 

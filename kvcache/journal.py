@@ -15,6 +15,7 @@ import logging
 import struct
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -80,11 +81,12 @@ class Journal:
         self._clock = clock
         self._saved: dict[bytes, float] = {}  # handle key: the expiry on disk
         self._owed: dict[bytes, Snapshot | int] = {}  # could not be written yet; an int is a tombstone's sealing key
-        self._idle_nodes: set[BlockKey] = set()
-        self._under_way = 0
+        self._stands_on: dict[bytes, tuple[BlockKey, ...]] = {}  # handle key: the nodes that it needs
+        self._needed: Counter[BlockKey] = Counter()  # by how many handles
+        self._idle: set[BlockKey] = set()  # nodes with notes that no handle needs any more
         self._orders = 0
         self._latest: dict[bytes, int] = {}  # the last order under way for each name: what fails before it is outdated
-        self._guard = threading.Lock()  # around what the I/O thread changes: orders and debts
+        self._guard = threading.Lock()  # around what the I/O thread reads or changes: orders, debts, needs
 
     # Writing
 
@@ -98,7 +100,7 @@ class Journal:
         """Brings a snapshot to disk with all that it needs; one of `records` that is not held any more is an error."""
         key = self.key_of(snapshot)
         self._saved[key] = snapshot.expires
-        phases = [self._node_notes(snapshot.node), [self._snapshot_note(snapshot)]]
+        phases = [self._stand(key, snapshot.node), [self._snapshot_note(snapshot)]]
         self._order(key, list(records), phases, done, optional=list(optional), owe=None)
 
     def changed(self, snapshot: Snapshot) -> None:
@@ -118,24 +120,25 @@ class Journal:
         """The name has ended: it must not come back."""
         key = self.key_of(snapshot)
         self._saved.pop(key, None)
+        self._stand(key, None)
         self._write(key, snapshot.node.key_id, nodes=False)
 
-    def node_gone(self, key: BlockKey) -> None:
-        """The tree has dropped a node. Its note follows once nothing on disk can refer to it."""
-        self._idle_nodes.add(key)
-
     def sweep(self) -> None:
-        """Tries again what failed, and gives up the notes of nodes that are gone."""
+        """Tries again what failed, and gives up the notes of nodes that nothing on disk refers to."""
         with self._guard:
             owed, self._owed = self._owed, {}
-            busy = self._under_way > 0
         for key, what in owed.items():
             self._write(key, what, nodes=True)
-        if not owed and not busy and self._idle_nodes:
-            gone = [NoteId(key, NoteKind.NODE) for key in self._idle_nodes if self._tree.get(key) is None]
-            self._idle_nodes.clear()
-            if gone:
-                self._store.forget_notes(gone)
+        if self._idle:
+            self._store.forget_notes(self._take_idle)
+
+    def _take_idle(self) -> list[NoteId]:
+        """Asked on the I/O thread, after everything ordered before: only what failed may still need a note."""
+        with self._guard:
+            if self._owed:
+                return []
+            idle, self._idle = self._idle, set()
+            return [NoteId(key, NoteKind.NODE) for key in idle if not self._needed[key]]
 
     def finish(self, snapshots: Iterable[Snapshot]) -> None:
         """Writes every expiry that was pushed out since it was written."""
@@ -155,10 +158,9 @@ class Journal:
             nodes = nodes or key in self._owed
         if isinstance(what, Snapshot):
             self._saved[key] = what.expires
-            phases = [self._node_notes(what.node) if nodes else [], [self._snapshot_note(what)]]
+            phases = [self._stand(key, what.node) if nodes else [], [self._snapshot_note(what)]]
         else:
             phases = [[Note(id=NoteId(key, NoteKind.TOMBSTONE), payload=b"", key_id=what)]]
-
         self._order(key, (), phases, lambda _: None, optional=records, owe=what)
 
     def _order(
@@ -173,14 +175,12 @@ class Journal:
     ) -> None:
         """Hands an order to the store, in place of what was owed to this name. If it fails, `owe` is tried again."""
         with self._guard:
-            self._under_way += 1
             self._owed.pop(key, None)
             self._orders += 1
             number = self._latest[key] = self._orders
 
         def counted(error: StoreError | None) -> None:
             with self._guard:
-                self._under_way -= 1
                 if self._latest.get(key) == number:
                     del self._latest[key]
                     if error is not None and owe is not None:
@@ -189,8 +189,25 @@ class Journal:
 
         self._store.persist(records, phases, counted, optional=optional)
 
-    def _node_notes(self, node: Node) -> list[Note]:
-        """Of the node and of all that it follows or reads from; the store passes over those it has."""
+    def _stand(self, handle: bytes, node: Node | None) -> list[Note]:
+        """Notes that a handle on `node` needs, and the end of its need for others; written ones are passed over."""
+        notes = self._node_notes(node) if node is not None else []
+        before = self._stands_on.pop(handle, ())
+        with self._guard:
+            for note in notes:
+                self._needed[BlockKey(note.id.key)] += 1
+            for key in before:
+                self._needed[key] -= 1
+                if not self._needed[key]:
+                    del self._needed[key]
+                    self._idle.add(key)
+        if notes:
+            self._stands_on[handle] = tuple(BlockKey(note.id.key) for note in notes)
+        return notes
+
+    @staticmethod
+    def _node_notes(node: Node) -> list[Note]:
+        """Of the node and of all that it follows or reads from."""
         notes: dict[BlockKey, Note] = {}
         waiting = [node]
         while waiting:
@@ -255,11 +272,12 @@ class Journal:
                 node.holds += 1
                 snapshots.append(_snapshot_of(handle, node))
                 self._saved[self.key_of(snapshots[-1])] = handle.expires
+                self._stand(self.key_of(snapshots[-1]), node)
                 continue
             ended.append((snapshot_key(self._fingerprint, handle.owner, handle.id), key_id))
         useless += [NoteId(key, NoteKind.NODE) for key in notes if self._tree.get(key) is None]
         if useless:
-            self._store.forget_notes(useless)
+            self._store.forget_notes(lambda: useless)
         for key, key_id in ended:
             self._write(key, key_id, nodes=False)  # so that the next start need not judge it again
         self._store.delete([record for record in self._store.held() if self._tree.get(record.key) is None])

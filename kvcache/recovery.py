@@ -75,6 +75,7 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
     handles: list[tuple[int, bytes]] = []
     damaged_segments: set[int] = set()
     damaged = cut_bytes = unreadable = 0
+    cut: list[int] = []
     for number, size in sorted(storage.sizes().items()):
         if size <= SEGMENT_HEADER.size:
             storage.remove(number)  # torn at its creation, or empty
@@ -94,6 +95,7 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
             damaged_segments.add(number)
         if scan.end < size:
             cut_bytes += size - scan.end
+            cut.append(number)
             storage.truncate(number, scan.end)
             storage.sync(number)
         mine[number] = scan.end
@@ -113,6 +115,7 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
                 handles.append((number, name.key))
             rank = ("handle", name.key) if isinstance(name, NoteId) and name.kind is not NoteKind.NODE else name
             candidates.setdefault(rank, []).append(_Candidate(order, number, record.offset, header))
+    damaged += sum(number != max(mine) for number in cut)  # only the newest can have been torn by a killed process
     records: dict[Name, Found] = {}
     alive: set[tuple[int, bytes]] = set()
     haunting = {key for _, key in handles}

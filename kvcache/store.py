@@ -238,14 +238,18 @@ class TieredStore:
                 self.unpin(wanted)
                 done(error)
 
-        if not self._io.submit(job):
+        with self._lock:
+            refusal = self._disk.refusal()
+        if refusal is not None:  # fail now rather than wait for a disk that keeps failing
+            self.unpin(wanted)
+            done(StoreError(f"the disk is not written to for a while: {self._ledger.tally.last_error}"))
+        elif not self._io.submit(job):
             self.unpin(wanted)
             done(StoreClosed("the store is closed"))
 
-    def forget_notes(self, notes: Sequence[NoteId]) -> None:
-        """Give notes up, after everything ordered before."""
-        gone = tuple(notes)
-        self._io.submit(partial(self._disk.forget_notes, gone))
+    def forget_notes(self, notes: Callable[[], Sequence[NoteId]]) -> None:
+        """Give notes up, after everything ordered before; which ones is asked then, on the I/O thread."""
+        self._io.submit(lambda: self._disk.forget_notes(notes()))
 
     def notes(self) -> list[tuple[NoteId, bytes, int]]:
         """Every note with its payload and its key, from the oldest to the newest. Before `start` only."""
