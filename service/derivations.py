@@ -164,7 +164,7 @@ class Derivations:
             snapshot = await self._rt.add(owner, node, call.options, source)
             released = self._let_go_of(call.release, source, position, snapshot, handles, cache)
             if released:
-                await self._rt.settled()
+                await self._rt.written()
             return RolledBack(snapshot=handles.view(snapshot), released=tuple(released), usage=usage)
 
     def _rollback_target(

@@ -93,5 +93,5 @@ class Directory:
                 handles.refuse_if_busy(each)
         for each in going:
             handles.delete(each, GoneReason.DELETED, in_use_ok=True)
-        await self._rt.settled()
+        await self._rt.written()
         return [f"snapshots/{s.id}" for s in going]

@@ -269,7 +269,7 @@ class Runtime:
                 raise store_full(str(error))
         return snapshot
 
-    async def settled(self) -> None:
+    async def written(self) -> None:
         """Waits until what was changed so far is on disk, where that is promised; what fails is tried again."""
         if self.loaded is not None and self.loaded.cache.store.durable:
             await self._written(self.loaded.cache.settle)
