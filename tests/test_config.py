@@ -214,6 +214,9 @@ def test_a_unix_socket_alone():
         {"default_ttl": 0.0},
         {"default_ttl": 100.0, "max_ttl": 99.0},
         {"model": ""},
+        {"key_file": Path("k")},
+        {"key_command": "k"},
+        {"key_file": Path("k"), "key_command": "k", "store_dir": Path("s")},
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(setting):
