@@ -62,6 +62,7 @@ class Core:
         self.rollback = replays.unary("Rollback", derivations.rollback)
         self.count_tokens = derivations.count_tokens
         directory = Directory(self._rt)
+        self.until_named = directory.until_named
         self.get_snapshot = directory.get_snapshot
         self.snapshot_tokens = directory.snapshot_tokens
         self.list_snapshots = directory.list_snapshots

@@ -31,6 +31,7 @@ class Derivations:
     async def create_snapshot(self, call: CreateSnapshotCall, owner: str) -> Created:
         loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
         handles.check_new(owner, [call.options, *(m.options for m in call.marks)])
+        await self._rt.until_named(owner, call.parent)
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
@@ -88,6 +89,7 @@ class Derivations:
     async def fork(self, call: ForkCall, owner: str) -> Forked:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
         handles.check_new(owner, [branch.options for branch in call.branches])
+        await self._rt.until_named(owner, call.parent)
         with handles.using(call.parent, owner) as parent:
             prompts = []
             for i, branch in enumerate(call.branches):
@@ -139,6 +141,7 @@ class Derivations:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
         handles.check_new(owner, [call.options])
         cache = loaded.cache
+        await self._rt.until_named(owner, call.source)
         with handles.using(call.source, owner) as source:
             position, node = self._rollback_target(call, source, owner, handles, cache)
             if call.rounding is Rounding.EXACT:
@@ -239,6 +242,7 @@ class Derivations:
 
     async def count_tokens(self, call: CountTokensCall, owner: str) -> Counted:
         loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
+        await self._rt.until_named(owner, call.parent)
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             prompt = await self._rt.prompt(loaded, parent, call.input, bounded=False)

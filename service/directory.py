@@ -17,6 +17,9 @@ class Directory:
     def __init__(self, runtime: Runtime) -> None:
         self._rt = runtime
 
+    async def until_named(self, name: str, owner: str) -> None:
+        await self._rt.until_named(owner, name)
+
     def get_snapshot(self, name: str, owner: str) -> SnapshotView:
         handles = self._rt.need_store(name)
         return handles.view(handles.find(name, owner))

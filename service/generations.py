@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from service.outbox import Channel
 from service.plan import Picked
 from service.request import GenerateCall
 from service.resolve import Prompt, check_room, mark_positions, resolve_sampling
-from service.runtime import Running, Runtime
+from service.runtime import Running, Runtime, Saving
 from service.text.stream import TextStream
 from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled, Tokens, Work
 
@@ -29,6 +30,7 @@ class Generations:
             handles.check_new(owner, [call.save, *(m.options for m in call.marks)])
         else:
             handles.check_new(owner, [m.options for m in call.marks])
+        await self._rt.until_named(owner, call.parent)
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
@@ -68,6 +70,9 @@ class Generations:
             generation = f"generations/{secrets.token_hex(12)}"
             channel, row = self._rt.submit(work)
             self._rt.running[generation] = Running(row, owner, parent.id if parent else "")
+            saving: Saving | None = None
+            if call.save_on_cancel and call.save is not None:
+                saving = self._rt.saving[owner, call.save.snapshot_id] = Saving(asyncio.Event())
             done = False
             try:
                 async for event in self._events(call, owner, prompt, places, parent, channel, generation, seed):
@@ -75,9 +80,13 @@ class Generations:
                     yield event
             finally:
                 del self._rt.running[generation]
+                if saving is not None and (done or channel.ended.is_set()):
+                    self._named(owner, call)
                 if done or channel.ended.is_set():
                     channel.close()
                 elif call.save_on_cancel and call.save is not None:
+                    assert saving is not None
+                    saving.cancelled = True
                     self._rt.loop.cancel(row, save=True)
                     self._rt.spawn(self._save_cancelled(channel, owner, call, parent))
                 else:
@@ -159,13 +168,24 @@ class Generations:
 
     async def _save_cancelled(self, channel: Channel, owner: str, call: GenerateCall, parent: Snapshot | None) -> None:
         """Nobody listens any more, but the state was asked for: waits for it and names it."""
-        while True:
-            event = await channel.get()
-            if isinstance(event, NodeAt):
-                await self._rt.try_save(owner, event, call.save if event.final else None, parent)
-            if isinstance(event, Ended | Failed):
-                channel.close()
-                return
+        assert call.save is not None
+        try:
+            while True:
+                event = await channel.get()
+                if isinstance(event, NodeAt):
+                    await self._rt.try_save(owner, event, call.save if event.final else None, parent)
+                if isinstance(event, Ended | Failed):
+                    return
+        finally:
+            channel.close()
+            self._named(owner, call)
+
+    def _named(self, owner: str, call: GenerateCall) -> None:
+        """The snapshot of a call with `save_on_cancel` is there now, or will not come."""
+        assert call.save is not None
+        saving = self._rt.saving.pop((owner, call.save.snapshot_id), None)
+        if saving is not None:
+            saving.named.set()
 
     def _delta(self, tokens: Tokens, call: GenerateCall) -> Delta:
         assert self._rt.loaded is not None

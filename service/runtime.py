@@ -7,6 +7,7 @@ thread hands out nodes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from service.errors import (
     StoreFull,
 )
 from service.events import Marked, ModelState, ModelView, SnapshotView
-from service.handles import RESOURCE, Handles
+from service.handles import RESOURCE, Handles, bare_id
 from service.loop import EngineLoop
 from service.outbox import Channel, Outlet
 from service.plan import RowId
@@ -41,6 +42,8 @@ from service.work import Ended, Failed, NodeAt, Work
 
 STUCK_AFTER = 60.0  # seconds in one step before health gives the engine up; a 256-token call is far below
 
+CANCEL_SECONDS = 0.25  # how late a cancel may reach the server after a look that followed it
+SAVING_SECONDS = 10.0  # one step and one fsync are far below
 TEXT_THREADS = 4  # the tokenizer lets go of the GIL; one caller's megabytes must not hold up the others' words
 
 T = TypeVar("T")
@@ -65,6 +68,14 @@ class Running:
     parent: str  # snapshot id, or ""
 
 
+@dataclass(slots=True, eq=False)
+class Saving:
+    """A running call that keeps its state even if it is cancelled."""
+
+    named: asyncio.Event  # the name is there, or will not come
+    cancelled: bool = False
+
+
 class Runtime:
     """One per process, shared by everything that serves calls."""
 
@@ -76,6 +87,7 @@ class Runtime:
         self.handles: Handles | None = None
         self.draining = False
         self.running: dict[str, Running] = {}
+        self.saving: dict[tuple[str, str], Saving] = {}  # by (owner, id)
         self.loop: EngineLoop  # set by start
         self._outlet: Outlet
         self._background: set[asyncio.Task[None]] = set()
@@ -90,6 +102,21 @@ class Runtime:
         for task in list(self._background):
             task.cancel()
         self._text_threads.shutdown(wait=False)
+
+    async def until_named(self, owner: str, name: str) -> None:
+        """Waits while a cancelled call is still saving `name`: whoever cancelled it may look at once.
+
+        The cancel itself may be a moment behind the look, so a call that would save it is given that moment.
+        """
+        saving = self.saving.get((owner, bare_id(name)))
+        for patience in (CANCEL_SECONDS, SAVING_SECONDS):
+            if saving is None or saving.named.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await saving.named.wait()
+            if not saving.cancelled:
+                return
 
     def check_model(self, name: str) -> ModelView:
         """The model, if `name` is its name or empty."""

@@ -28,6 +28,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Context) -> pb.GetSnapshotResponse:
         name, owner = mapping_snapshots.read_snapshot_name(request.name), caller_of(context)
+        await self._core.until_named(name, owner)
         view = self._core.get_snapshot(name, owner)
         tokens = self._core.snapshot_tokens(name, owner) if request.include_tokens else ()
         return pb.GetSnapshotResponse(snapshot=mapping_out.write_snapshot(view), token_ids=tokens)
@@ -64,9 +65,11 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         )
 
     async def DeleteSnapshot(self, request: pb.DeleteSnapshotRequest, context: Context) -> pb.DeleteSnapshotResponse:
+        name, owner = mapping_snapshots.read_snapshot_name(request.name), caller_of(context)
+        await self._core.until_named(name, owner)
         deleted = await self._core.delete_snapshot(
-            mapping_snapshots.read_snapshot_name(request.name),
-            caller_of(context),
+            name,
+            owner,
             descendants=request.descendants,
             stop_active=request.stop_active,
             allow_missing=request.allow_missing,

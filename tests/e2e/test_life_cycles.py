@@ -436,8 +436,7 @@ def test_what_a_cancelled_call_did_is_found_under_its_id(undisturbed: LiveServer
             if how == "cancel" and len(seen) >= 10:
                 stream.cancel()
     assert stream.code().name == {"cancel": "CANCELLED", "deadline": "DEADLINE_EXCEEDED"}[how]
-    until(lambda: found(undisturbed, snapshot_id), what="the snapshot")
-    saved = found(undisturbed, snapshot_id)
+    saved = found(undisturbed, snapshot_id)  # at once: the look waits for the name
     assert saved is not None and saved.token_count >= 300 + len(seen)
     # Exactly what an undisturbed run says, now and further on.
     whole = generate(undisturbed, greedy(raw(prompt_of(300, 15)), tokens=saved.token_count - 300 + 15)).ids

@@ -159,6 +159,9 @@ class ScriptedCore:
         self._asked("count_tokens", call, owner)
         return Counted(total_tokens=5, cached_tokens=2, remaining_tokens=507, token_ids=(1, 2, 3), text="abc")
 
+    async def until_named(self, name: str, owner: str) -> None:
+        """Nothing is being saved here."""
+
     def get_snapshot(self, name: str, owner: str) -> SnapshotView:
         self._asked("get_snapshot", name, owner)
         for view in self.snapshots:
