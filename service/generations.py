@@ -80,12 +80,11 @@ class Generations:
                     yield event
             finally:
                 del self._rt.running[generation]
-                if saving is not None and (done or channel.ended.is_set()):
-                    self._named(owner, call)
-                if done or channel.ended.is_set():
+                if done:
                     channel.close()
-                elif call.save_on_cancel and call.save is not None:
-                    assert saving is not None
+                    self._named(owner, call)
+                elif saving is not None:
+                    # Also when the end is there already and was not read: the work was done, and asked for.
                     saving.cancelled = True
                     self._rt.loop.cancel(row, save=True)
                     self._rt.spawn(self._save_cancelled(channel, owner, call, parent))
@@ -182,8 +181,7 @@ class Generations:
 
     def _named(self, owner: str, call: GenerateCall) -> None:
         """The snapshot of a call with `save_on_cancel` is there now, or will not come."""
-        assert call.save is not None
-        saving = self._rt.saving.pop((owner, call.save.snapshot_id), None)
+        saving = self._rt.saving.pop((owner, call.save.snapshot_id), None) if call.save is not None else None
         if saving is not None:
             saving.named.set()
 

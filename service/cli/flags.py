@@ -60,6 +60,9 @@ def keep_flags(parser: argparse.ArgumentParser) -> None:
     """How long new snapshots live."""
     parser.add_argument("--ttl", type=positive_seconds, metavar="S", help="forget it after this many idle seconds")
     parser.add_argument("--pin", action="store_true", help="never forget it")
+    parser.add_argument(
+        "--durable", action="store_true", help="keep it over a restart; the server needs a --store-dir for that"
+    )
     parser.add_argument("--label", action="append", default=[], type=label, metavar="K=V", help="repeatable")
 
 
@@ -119,10 +122,14 @@ def stopping(args: argparse.Namespace) -> Stopping:
 
 
 def save_options(args: argparse.Namespace, snapshot_id: str = "") -> SaveOptions:
-    from kvfork_client import SaveOptions
+    from kvfork_client import Durability, SaveOptions
 
     return SaveOptions(
-        snapshot_id=snapshot_id.removeprefix("snapshots/"), ttl=args.ttl, pinned=args.pin, labels=dict(args.label)
+        snapshot_id=snapshot_id.removeprefix("snapshots/"),
+        ttl=args.ttl,
+        pinned=args.pin,
+        labels=dict(args.label),
+        durability=Durability.DISK if args.durable else None,
     )
 
 

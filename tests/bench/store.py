@@ -23,7 +23,7 @@ from kvcache.schedule import prefill_schedule
 from kvcache.storage import MemoryStorage
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
-from service.config import default_store_dir
+from service.config import default_scratch_dir
 from tests.bench.report import Bystanders, Figure, Options, Quiet, emit, median, note, spread
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def run(options: Options) -> None:
     quiet = Quiet([], patience=2 if options.quick else 40)
     payloads = [os.urandom(size) for _ in range(records)]
     total = records * size
-    with tempfile.TemporaryDirectory(prefix="kvfork-bench-", dir=default_store_dir()) as folder:
+    with tempfile.TemporaryDirectory(prefix="kvfork-bench-", dir=default_scratch_dir()) as folder:
         plain: list[tuple[float, float]] = []
         sealed: list[tuple[float, float]] = []
         files: list[tuple[float, float]] = []

@@ -58,7 +58,9 @@ def lines(text: str) -> list[dict[str, Any]]:
 def test_generate_streams_text_to_stdout_and_the_receipt_to_stderr(
     peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = kvfork("generate", "hello", "--save", "plan-0001", "--mark-prompt-end", "--max-tokens", "4", "--ttl", "60")
+    code = kvfork(
+        "generate", "hello", "--save", "plan-0001", "--mark-prompt-end", "--max-tokens", "4", "--ttl", "60", "--durable"
+    )
     out, err = capsys.readouterr()
     assert (code, out) == (0, "four\n")
     receipt, mark, saved, ended = err.splitlines()
@@ -70,6 +72,7 @@ def test_generate_streams_text_to_stdout_and_the_receipt_to_stderr(
     (request,) = peer.requests("Generate")
     assert request.input.chat.messages[0] == types.Message(role=types.ROLE_USER, parts=[types.Part(text="hello")])
     assert request.save.ttl == duration_pb2.Duration(seconds=60)
+    assert request.save.durability == types.DURABILITY_DISK
 
 
 def test_generate_passes_its_flags_on(peer: Peer, kvfork: Kvfork) -> None:
