@@ -112,7 +112,7 @@ class SnapshotState:
     disk_tokens: int  # of them: tokens of which some layer's state is on disk
     checkpointed: int  # deepest full-block boundary that can be restored
     exclusive_bytes: int
-    on_disk: bool  # all that standing at its end takes
+    on_disk: bool  # of a durable snapshot: all that standing at its end takes
 
 
 class PrefixCache:
@@ -542,7 +542,8 @@ class PrefixCache:
                 disk_tokens=self._disk_tokens(plan) if plan else 0,
                 checkpointed=grid.position if grid else 0,
                 exclusive_bytes=self._exclusive_bytes(snapshot.node),
-                on_disk=all(
+                on_disk=snapshot.durable
+                and all(
                     self.store.locate(record) is Tier.DISK for record, _ in needed(path, self.layout, logits=False)
                 ),
             )

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import SEGMENT_HEADER, RecordHeader, decode_segment_header
 from kvcache.records import Name, NoteId, NoteKind
-from kvcache.scan import scan_records
+from kvcache.scan import Scan, scan_records
 from kvcache.seal import Seal, new_buffer, sequence_of
 from kvcache.storage import Storage
 from kvcache.store_dir import Identity
@@ -67,7 +67,7 @@ class _Candidate:
 def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[int, int], dict[int, int], Census]:
     """Sizes of our segments, sizes of other models' segments, and what ours hold. Cuts torn tails off.
 
-    Raises OSError, and StoreUnusable if records are newer than this opening: nonces would come twice.
+    Raises OSError, and StoreUnusable if any record is newer than this opening: nonces would come twice.
     """
     mine: dict[int, int] = {}
     foreign: dict[int, int] = {}
@@ -81,15 +81,16 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
             storage.remove(number)  # torn at its creation, or empty
             continue
         whose = _whose(storage, number, ours)
-        if whose is not None and whose != ours.namespace:
-            foreign[number] = size
-            continue
         if whose is None:
             # No telling whose it is. It counts in the budget and is the first to go.
             foreign[number] = size
             damaged += 1
             continue
         scan = scan_records(lambda offset, buffer, n=number: storage.read_into(n, offset, buffer), size)  # type: ignore[misc]
+        _refuse_newer(scan, ours)
+        if whose != ours.namespace:
+            foreign[number] = size
+            continue
         if scan.damaged:
             damaged += scan.damaged
             damaged_segments.add(number)
@@ -103,11 +104,6 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
             header = record.header
             name = header.record
             order = sequence_of(header.nonce)
-            if order[0] >= ours.opening:
-                raise StoreUnusable(
-                    "the store holds records that are newer than its store.json: one of the two was put back from a "
-                    "copy. Opening it could seal two records alike; move the segments away, or restore both together"
-                )
             if header.flags != seal.flags or not seal.knows(header.key_id):
                 unreadable += 1
                 continue
@@ -144,6 +140,15 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
             unreadable=unreadable,
         ),
     )
+
+
+def _refuse_newer(scan: Scan, ours: Identity) -> None:
+    """Owners have one key for all models, so the records of every model tell which openings there were."""
+    if any(sequence_of(found.header.nonce)[0] >= ours.opening for found in scan.found):
+        raise StoreUnusable(
+            "the store holds records that are newer than its store.json: one of the two was put back from a copy. "
+            "Opening it could seal two records alike; move the segments away, or restore both together"
+        )
 
 
 def _newest_whole(storage: Storage, seal: Seal, candidates: list[_Candidate]) -> tuple[_Candidate, int]:

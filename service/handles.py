@@ -224,7 +224,7 @@ class Handles:
             checkpointed_tokens=state.checkpointed,
             prefix_hash=bytes(snapshot.node.content),
             residency=residency,
-            durable=snapshot.durable and state.on_disk,
+            durable=state.on_disk,
             expire_time=None if snapshot.pinned else snapshot.expires,
             pinned=snapshot.pinned,
             labels=tuple(sorted(snapshot.labels.items())),

@@ -135,7 +135,7 @@ class Runtime:
         if self.draining:
             raise Draining(
                 "the server is shutting down",
-                hint="snapshots end with it" if names_snapshot else "try another instance",
+                hint=self._end_of_snapshots() if names_snapshot else "try another instance",
                 metadata={"namesSnapshot": "true"} if names_snapshot else {},
                 retry_after=None if names_snapshot else 1.0,
             )
@@ -150,6 +150,11 @@ class Runtime:
         if not self.loop.is_alive(STUCK_AFTER):
             raise EngineDown("the model thread is down", hint="the server must be restarted", retry_after=5.0)
         return self.loaded, self.handles
+
+    def _end_of_snapshots(self) -> str:
+        if self.config.store_dir is None:
+            return "snapshots end with it"
+        return "durable snapshots are there again after a restart, others end with it"
 
     def need_store(self, name: str) -> Handles:
         if self.handles is None:

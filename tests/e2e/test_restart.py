@@ -60,8 +60,15 @@ def end(server: LiveServer, how: signal.Signals) -> None:
         assert server.terminate() == 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("model", ["tiny-gemma3", "tiny-qwen3_5"])
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [
+        ("tiny-gemma3", signal.SIGKILL),
+        pytest.param("tiny-gemma3", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3_5", signal.SIGKILL, marks=pytest.mark.slow),
+        ("tiny-qwen3_5", signal.SIGTERM),
+    ],
+)
 def test_a_durable_snapshot_goes_on_bit_equal_after_its_server_ended(
     model: str, how: signal.Signals, tmp_path: Path
 ) -> None:
@@ -125,6 +132,7 @@ def test_what_was_not_durable_says_so_and_what_was_changed_stays_changed(tmp_pat
 DISK_BACK = pb.SnapshotOptions(snapshot_id="rolled-back", durability=pb.DURABILITY_DISK)
 
 
+@pytest.mark.slow
 def test_another_model_sees_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     with serve("tiny-gemma3", tmp_path / "s") as server:
         create(server, DISK)
@@ -150,6 +158,7 @@ def kvfork(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "service", *arguments], capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_keys_are_rotated_and_shredded_from_the_command_line(tmp_path: Path) -> None:
     store, old, new = str(tmp_path / "s"), tmp_path / "old.key", tmp_path / "new.key"
     for file, byte in ((old, b"1"), (new, b"2")):

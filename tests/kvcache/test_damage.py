@@ -217,6 +217,8 @@ def test_records_newer_than_the_count_of_openings_are_refused(image: dict[int, b
     """store.json was put back from a copy: going on would seal two records with one nonce."""
     with pytest.raises(StoreUnusable, match=r"newer than its store\.json"):
         DurableWorld(LAYOUT, CrashStorage(image), ring, opening=1)
+    with pytest.raises(StoreUnusable, match=r"newer than its store\.json"):  # an owner has one key for all models
+        DurableWorld(LAYOUT, CrashStorage(image), ring, opening=1, model="other")
 
 
 def test_random_damage_of_any_size(image: dict[int, bytes], ring: KeyRing) -> None:

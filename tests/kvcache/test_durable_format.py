@@ -197,7 +197,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-MANY = settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=4_000, deadline=None, suppress_health_check=list(HealthCheck))
 FEW = settings(max_examples=80, deadline=None)
 
 
@@ -277,6 +277,7 @@ def test_any_segment_is_scanned_to_its_end_and_believed_only_where_it_verifies(b
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @MANY
 @given(st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_decoders_answer_any_bytes_for_long(data: bytes) -> None:
@@ -285,7 +286,7 @@ def test_decoders_answer_any_bytes_for_long(data: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(MANY, max_examples=5_000)
+@MANY
 @given(SEGMENTS)
 def test_any_segment_is_scanned_to_its_end_for_long(body: bytes) -> None:
     check_any_segment(body)
