@@ -349,6 +349,8 @@ def build(name: str) -> Any:
         mx.eval(model(mx.array([[1, 2, 3]])))
     except NotBuilt:
         raise
-    except (Exception, SystemExit) as error:  # whatever a family's own code raises, it is that row's reason
+    except SystemExit as error:  # upstream's manner of asking for a package
+        raise NotBuilt("its module exits on import: a package that it needs is not installed") from error
+    except Exception as error:  # whatever a family's own code raises, it is that row's reason
         raise NotBuilt(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from error
     return model

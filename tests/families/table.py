@@ -27,7 +27,8 @@ Each family that mlx-lm ships is built small, with random weights. Then, bit for
 next-token logits: a restored snapshot goes on as a cold run does, at 255, 256 and 257 tokens, at one below, at and one
 above each window, and at a mark; children forked beside a decoding parent are what they are alone, and the parent
 stays; state behind 8 decoded tokens is the same in two runs; a rollback to a mark and to a block boundary goes on as a
-cold run. Besides, greedy tokens are the same through a snapshot as in one go, and with three rows as alone.
+cold run. Besides, greedy tokens are the same through a snapshot as in one go, from a boundary that decode passed
+beside another row, and with three rows as alone.
 
 | answer | families |
 |---|---|
