@@ -1,65 +1,38 @@
-"""What a durable store knows of snapshots: notes written, and read again at start. Owns their payloads and their order.
+"""What a durable store knows of snapshots: notes written, and read again at start. Owns which, when and in what order.
 
 A snapshot is on disk as three things, each safe before the next is written: the records of its state, the notes of its
-nodes (tokens and what they follow), and its own note. So whatever is found at start is whole. Nodes are named by their
-content: a note that does not give its own key is damage.
+nodes (tokens and what they follow), and its own note. So whatever is found at start is whole.
 
 Called by `kvcache.cache` in its lock; only the store's I/O thread calls back.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import struct
 import threading
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache.blocks import BLOCK_TOKENS, BlockKey, block_key, root_key, token_bytes, tokens_of
+from kvcache.blocks import BLOCK_TOKENS, BlockKey, root_key
 from kvcache.errors import FormatError, StoreError
-from kvcache.records import KEY_BYTES, Note, NoteId, NoteKind, RecordId
+from kvcache.note_codec import (
+    NodeNote,
+    SnapshotNote,
+    decode_node,
+    decode_snapshot,
+    encode_node,
+    encode_snapshot,
+    snapshot_key,
+)
+from kvcache.records import Note, NoteId, NoteKind, RecordId
 from kvcache.snapshots import Snapshot
 from kvcache.store import TieredStore
 from kvcache.tree import BlockTree, Node
 
 log = logging.getLogger(__name__)
 
-NODE_HEAD = struct.Struct("<32s32sHH")  # parent, node whose FULL record is read (or zero), schedule bytes, tokens
-NOBODY = bytes(KEY_BYTES)
-SNAPSHOT_VERSION = 1
-
 USE_SECONDS = 60.0  # a use that only pushes the expiry out is written once in this time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeNote:
-    """What is written of a node."""
-
-    parent: BlockKey
-    borrows: BlockKey | None
-    schedule: bytes
-    tokens: array[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotNote:
-    """What is written of a snapshot. Times in Unix seconds."""
-
-    id: str
-    owner: str
-    model: str
-    node: BlockKey
-    lineage: tuple[str, ...]
-    created: float
-    last_use: float
-    ttl: float
-    expires: float
-    pinned: bool
-    labels: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,88 +315,6 @@ class Journal:
     @staticmethod
     def _owner(node: Node) -> BlockKey:
         return node.ancestor_at(0).key
-
-
-def snapshot_key(fingerprint: str, owner: str, snapshot_id: str) -> bytes:
-    """The key of a handle's notes: a digest, so that headers show neither owner nor id."""
-    return hashlib.sha256(b"kvfork handle v1" + root_key(fingerprint, owner) + snapshot_id.encode()).digest()
-
-
-def encode_node(node: Node) -> bytes:
-    assert node.parent is not None
-    borrows = node.borrows.key if node.borrows is not None else NOBODY
-    head = NODE_HEAD.pack(node.parent.key, borrows, len(node.schedule), len(node.tokens))
-    return head + node.schedule + token_bytes(node.tokens)
-
-
-def decode_node(payload: bytes, key: BlockKey) -> NodeNote:
-    """FormatError if the payload is not that of the node of this key."""
-    if len(payload) < NODE_HEAD.size:
-        raise FormatError("shorter than a node's head")
-    parent, borrows, schedule_bytes, count = NODE_HEAD.unpack_from(payload)
-    if not 0 < count <= BLOCK_TOKENS or len(payload) != NODE_HEAD.size + schedule_bytes + 4 * count:
-        raise FormatError("lengths of a node do not add up")
-    schedule = payload[NODE_HEAD.size : NODE_HEAD.size + schedule_bytes]
-    tokens = tokens_of(payload[NODE_HEAD.size + schedule_bytes :])
-    if block_key(BlockKey(parent), tokens, schedule) != key:
-        raise FormatError("a node's content does not give its key")
-    return NodeNote(
-        parent=BlockKey(parent),
-        borrows=BlockKey(borrows) if borrows != NOBODY else None,
-        schedule=schedule,
-        tokens=tokens,
-    )
-
-
-def encode_snapshot(snapshot: Snapshot, fingerprint: str) -> bytes:
-    return json.dumps(
-        {
-            "v": SNAPSHOT_VERSION,
-            "id": snapshot.id,
-            "owner": snapshot.owner,
-            "model": fingerprint,
-            "node": snapshot.node.key.hex(),
-            "lineage": snapshot.lineage,
-            "created": snapshot.created,
-            "last_use": snapshot.last_use,
-            "ttl": snapshot.ttl,
-            "expires": snapshot.expires,
-            "pinned": snapshot.pinned,
-            "labels": snapshot.labels,
-        },
-        separators=(",", ":"),
-    ).encode()
-
-
-def decode_snapshot(payload: bytes) -> SnapshotNote:
-    """FormatError if the payload is not a snapshot's."""
-    try:
-        entry = json.loads(payload)
-        if entry["v"] != SNAPSHOT_VERSION:
-            raise FormatError(f"version {entry['v']!r} of a snapshot, this reader knows {SNAPSHOT_VERSION}")
-        texts = [entry["id"], entry["owner"], entry["model"], *entry["lineage"], *entry["labels"].values()]
-        numbers = [float(entry[name]) for name in ("created", "last_use", "ttl", "expires")]
-        node = bytes.fromhex(entry["node"])
-        pinned = entry["pinned"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise FormatError(f"not a snapshot: {type(error).__name__}") from None
-    if not all(isinstance(text, str) for text in texts) or not isinstance(pinned, bool) or len(node) != KEY_BYTES:
-        raise FormatError("not a snapshot: a field has the wrong type")
-    if any(number != number or abs(number) == float("inf") for number in numbers):
-        raise FormatError("not a snapshot: a time is no number")
-    return SnapshotNote(
-        id=entry["id"],
-        owner=entry["owner"],
-        model=entry["model"],
-        node=BlockKey(node),
-        lineage=tuple(entry["lineage"]),
-        created=numbers[0],
-        last_use=numbers[1],
-        ttl=numbers[2],
-        expires=numbers[3],
-        pinned=pinned,
-        labels=dict(entry["labels"]),
-    )
 
 
 def _snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:

@@ -16,7 +16,8 @@ from tiny_worlds import LAYOUTS, prompt_of
 from kvcache.blocks import BlockKey, block_key, root_key
 from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import RECORD_HEADER, SEGMENT_HEADER, decode_segment_header
-from kvcache.journal import (
+from kvcache.keys import OwnerKey, OwnerSeal, decode_owners
+from kvcache.note_codec import (
     NODE_HEAD,
     NodeNote,
     SnapshotNote,
@@ -25,7 +26,6 @@ from kvcache.journal import (
     encode_node,
     encode_snapshot,
 )
-from kvcache.keys import OwnerKey, OwnerSeal, decode_owners
 from kvcache.records import NoteKind, RecordKind
 from kvcache.recovery import read_segments
 from kvcache.scan import Scan, scan_records
