@@ -548,11 +548,11 @@ class PrefixCache:
                 ),
             )
 
-    def tokens_on_disk(self, node: Node) -> int:
-        """Tokens of `node`'s prefix of which some layer's state would have to be read from disk."""
+    def stored_tokens(self, node: Node) -> tuple[int, int]:
+        """How much of `node`'s prefix can be restored, and of how much of that some layer's state is on disk."""
         with self._lock:
             plan = plan_restore(node.path(), self.layout, self._has, target=node.end, more_follows=True)
-            return self._disk_tokens(plan) if plan else 0
+            return (plan.position, self._disk_tokens(plan)) if plan else (0, 0)
 
     def rehome(self, snapshot: Snapshot, node: Node) -> None:
         """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""

@@ -144,7 +144,7 @@ class Core:
             memory_snapshots=tally[Residency.MEMORY],
             disk_snapshots=tally[Residency.DISK],
             token_snapshots=tally[Residency.TOKENS],
-            memory_bytes=store.memory_bytes + store.pending_bytes,
+            memory_bytes=store.memory_bytes,
             memory_limit_bytes=self._rt.config.memory_bytes,
             disk_bytes=store.file_bytes,
             disk_limit_bytes=self._rt.config.disk_bytes,
@@ -188,6 +188,8 @@ class Core:
         log.info("%s is ready", loaded.view.name)
 
     def _failed_to_load(self, error: Exception) -> None:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        log.error("%s could not be loaded: %s", self._rt.model_view.name, reason)
         self._rt.model_view = replace(self._rt.model_view, state=ModelState.FAILED, error=str(error))
 
     async def _sweep(self) -> None:

@@ -114,17 +114,19 @@ class Derivations:
             for p in prompts
             if len(p.tokens) > parent.token_count
         ]
-        results = await asyncio.gather(*(self._rt.run(w, parent) for w in works), return_exceptions=True)
-        failure = next((r for r in results if isinstance(r, BaseException)), None)
-        done = [r for r in results if not isinstance(r, BaseException)]
-        if failure is None:
-            lost = next((e.lost for nodes, _ in done for e in nodes if e.lost), "")
-            failure = store_full(lost) if lost else None
-        if failure is not None:
-            for events, _ in done:
-                for event in events:
+        tasks = [asyncio.ensure_future(self._rt.run(work, parent)) for work in works]
+        try:
+            done = [await task for task in tasks]
+            lost = next((event.lost for events, _ in done for event in events if event.lost), "")
+            if lost:
+                raise store_full(lost)
+        except BaseException:  # one failed, or the caller left: what the others made is let go of
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                for event in () if isinstance(result, BaseException) else result[0]:
                     cache.let_go(event.node)
-            raise failure
+            raise
         computed = iter(done)
         nodes: list[Node] = []
         usages: list[Usage] = []
@@ -259,16 +261,16 @@ class Derivations:
 
 
 def _untouched(cache: PrefixCache, node: Node) -> Usage:
-    """The receipt of a call that moved a name and no tensor: where the state lies, and nothing read."""
-    disk = cache.tokens_on_disk(node)
-    return Usage(prompt_tokens=node.end, cached_tokens=node.end, memory_tokens=node.end - disk, disk_tokens=disk)
+    """The receipt of a call that moved a name and no tensor: the state that stands there, and nothing read."""
+    stored, disk = cache.stored_tokens(node)
+    return Usage(prompt_tokens=stored, cached_tokens=stored, memory_tokens=stored - disk, disk_tokens=disk)
 
 
 def _fork_usage(untouched: Usage, usages: list[Usage]) -> Usage:
     """Over all branches that added tokens; the parent (`untouched`) counts once."""
     if not usages:
         return untouched
-    parent_tokens = untouched.prompt_tokens
+    parent_tokens = usages[0].prompt_tokens - usages[0].new_tokens
     dearest = max(usages, key=lambda u: u.recomputed_tokens)
     new = sum(u.prompt_tokens - parent_tokens for u in usages)
     return replace(

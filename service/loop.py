@@ -143,19 +143,7 @@ class EngineLoop:
     # -- engine thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._engine, self._cache = self._load()
-            while not self._stopping:
-                self._drain()
-                self._busy_since = self._clock()
-                self._tick()
-                self._busy_since = None
-                self._flush()
-            error: CallError = EngineFailed("the server has stopped")
-        except Exception as failure:  # the engine is broken: say so to everybody, and let health see it
-            log.exception("the engine thread ends")
-            self._failure = failure
-            error = EngineFailed("the model thread failed", hint="the server must be restarted")
+        error = self._serve()
         for row in list(self._sequences):
             self._end(row, Failed(error))
         with self._wake:
@@ -165,6 +153,27 @@ class EngineLoop:
             if isinstance(message, _Submit):
                 message.emit(Failed(error))
         self._flush()
+
+    def _serve(self) -> CallError:
+        """Loads and steps until told to stop, or until something breaks; returns what later calls are told."""
+        try:
+            self._engine, self._cache = self._load()
+        except Exception as failure:  # whatever is wrong with a model; whoever loads it says so in the log
+            log.debug("the model was not loaded", exc_info=True)
+            self._failure = failure
+            return EngineFailed("the model could not be loaded", hint="see the server's log")
+        try:
+            while not self._stopping:
+                self._drain()
+                self._busy_since = self._clock()
+                self._tick()
+                self._busy_since = None
+                self._flush()
+        except Exception as failure:  # the engine is broken: say so to everybody, and let health see it
+            log.exception("the engine thread ends")
+            self._failure = failure
+            return EngineFailed("the model thread failed", hint="the server must be restarted")
+        return EngineFailed("the server has stopped")
 
     def _drain(self) -> None:
         with self._wake:
@@ -266,10 +275,6 @@ class EngineLoop:
         calls = seq.found(lookup, read)
         for node in lookup.kept:
             seq.emit(NodeAt(self._cache.hold(node), "", final=False))
-        usage = seq.usage()
-        self.prompt_tokens += usage.prompt_tokens
-        self.cached_tokens += usage.cached_tokens
-        self.recomputed_tokens += usage.recomputed_tokens
         self._scheduler.restored(seq.row, calls)
         self._to_open.append(seq)
 
@@ -461,8 +466,12 @@ class EngineLoop:
             seq.emit(NodeAt(self._cache.hold(node), "", final=True))
 
     def _ended(self, seq: Sequence, reason: FinishReason | None) -> None:
+        usage = seq.usage()
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.recomputed_tokens += usage.recomputed_tokens
         ended = Ended(
-            usage=seq.usage(),
+            usage=usage,
             timing=seq.timing(),
             reason=reason,
             stop=seq.stop,

@@ -120,7 +120,8 @@ class Scheduler:
 
     def submit(self, row: RowId, *, priority: int = 0, samples: bool = True) -> None:
         """Queues a sequence. Raises QueueIsFull."""
-        queued = self.count(State.QUEUED)
+        # Rows that are free will take their share of the queue at the next plan.
+        queued = self.count(State.QUEUED) - max(0, self._free_rows())
         if queued >= self._config.max_queue:
             raise QueueIsFull(queued, self._config.max_queue)
         self._arrivals += 1
@@ -183,8 +184,11 @@ class Scheduler:
                 break
         return tuple(calls), tuple(finished)
 
+    def _free_rows(self) -> int:
+        return self._config.max_rows - sum(e.state is not State.QUEUED for e in self._entries.values())
+
     def _next_admitted(self) -> tuple[RowId, ...]:
-        free = self._config.max_rows - sum(e.state is not State.QUEUED for e in self._entries.values())
+        free = self._free_rows()
         if free <= 0:
             return ()
         queued = [e for e in self._entries.values() if e.state is State.QUEUED]

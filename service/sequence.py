@@ -60,7 +60,7 @@ class Sequence:
     @property
     def explicit(self) -> bool:
         """Whether a caller holds on to what is stored: then it is not skipped when the writer is busy."""
-        return bool(self.work.keep) or self.keeps_state
+        return bool(self.work.keep) or self.keeps_state or self.rehomes
 
     @property
     def keeps_decoded(self) -> bool:
@@ -105,19 +105,21 @@ class Sequence:
         """The receipt so far."""
         lookup = self.lookup
         if lookup is None:
-            return Usage(prompt_tokens=self.prompt_tokens, new_tokens=self.prompt_tokens)
-        known = min(max(lookup.known, self.work.known_tokens), self.prompt_tokens)
+            return Usage(prompt_tokens=0)  # stopped before anything was looked up
+        # A prefill that was stopped has a receipt for what it did.
+        done = min(self.position, self.prompt_tokens)
+        known = min(max(lookup.known, self.work.known_tokens), done)
         recomputed = known - lookup.position
         return Usage(
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=done,
             cached_tokens=lookup.position,
             recomputed_tokens=recomputed,
-            new_tokens=self.prompt_tokens - known,
+            new_tokens=done - known,
             completion_tokens=self.completion,
             memory_tokens=lookup.position - self._disk_tokens,
             disk_tokens=self._disk_tokens,
             disk_bytes_read=self._disk_bytes,
-            diverged_at=known if known < self.prompt_tokens else None,
+            diverged_at=known if known < done else None,
             miss_reason=self._miss_reason(lookup) if recomputed else MissReason.NONE,
         )
 

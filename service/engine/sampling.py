@@ -53,7 +53,8 @@ class RowSampler:
         logprobs = logits - mx.logsumexp(logits) if self._top is not None else None
         if not self._s.temperature:
             return _if_any(logits, mx.argmax(logits)), logprobs
-        kept = _filtered(logits / self._s.temperature, self._s)
+        # Less its largest first: divided by a tiny temperature, only the rest may overflow, to -inf.
+        kept = _filtered((logits - mx.max(logits)) / self._s.temperature, self._s)
         key = mx.random.key((self._s.seed or 0) * 0x1_0000_0000 + self._drawn)
         return _if_any(logits, mx.random.categorical(kept, key=key)), logprobs
 

@@ -165,7 +165,6 @@ def test_a_model_that_cannot_be_loaded_is_failed_and_calls_say_so(folder: Path, 
         server.close()
 
 
-@pytest.mark.xfail(reason="the log has a traceback headed by 'the engine thread ends', and no line of its own")
 @pytest.mark.parametrize("name", WHILE_LOADING)
 def test_the_log_says_in_one_line_why_a_model_was_not_loaded(folder: Path, name: str) -> None:
     damage = WHILE_LOADING[name]

@@ -36,10 +36,6 @@ from tests.e2e.live import (
 
 ENDLESS = 20_000  # tokens that no test waits for
 
-FREE_ROWS_COUNT_AS_QUEUE = pytest.mark.xfail(
-    strict=True, reason="a call is refused when max_queue calls arrived since the last step, though rows are free"
-)
-
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[LiveServer]:
@@ -262,7 +258,6 @@ def test_beyond_the_queue_a_call_is_refused_at_once(undisturbed: LiveServer) -> 
     assert [len(answer_of(stream).deltas) > 0 for stream in waiting] == [True] * 4
 
 
-@FREE_ROWS_COUNT_AS_QUEUE
 def test_free_rows_are_no_queue(undisturbed: LiveServer) -> None:
     """Two rows and four places in the queue: six calls at once all fit, every time."""
     for _ in range(10):
@@ -270,7 +265,6 @@ def test_free_rows_are_no_queue(undisturbed: LiveServer) -> None:
         assert [ending(stream) for stream in streams] == ["finished"] * 6
 
 
-@FREE_ROWS_COUNT_AS_QUEUE
 def test_a_server_without_a_queue_still_serves() -> None:
     with LiveServer("tiny-llama", "--max-batch", "2", "--max-queue", "0") as server:
         assert len(generate(server, greedy(raw("Hello"), tokens=3)).ids) == 3
@@ -345,7 +339,6 @@ def test_stop_in_prefill_keeps_the_blocks_done(undisturbed: LiveServer) -> None:
     assert again.usage.cached_tokens == finished.snapshot.token_count
 
 
-@pytest.mark.xfail(strict=True, reason="new_tokens is what the prompt would have cost, not what was computed")
 def test_a_receipt_of_a_stopped_prefill_counts_what_was_computed(undisturbed: LiveServer) -> None:
     request = greedy(raw(prompt_of(20_000, 12)), tokens=5, output=inference_pb.OutputOptions(progress=True))
     stream = undisturbed.inference.Generate(request, timeout=PATIENCE)

@@ -397,7 +397,7 @@ def test_where_state_is_can_be_seen() -> None:
     assert (state.restorable, state.checkpointed, state.disk_tokens) == (700, 512, 0)
     world.store.flush(0.0)  # windows leave memory once written
     assert world.cache.state_of(x).disk_tokens == 256 + 188
-    assert world.cache.tokens_on_disk(x.node) == 256 + 188
+    assert world.cache.stored_tokens(x.node) == (x.node.end, 256 + 188)
     assert world.cache.state_of(x).exclusive_bytes == 60 + 50 + 40  # the other tail stands on the blocks as well
     world.cache.let_go(ran.nodes[600])
     assert world.cache.state_of(x).exclusive_bytes == 60 + 50 + 40 + 2 * 110

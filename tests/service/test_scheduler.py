@@ -75,6 +75,8 @@ class Load:
         name = row(next(self.numbers))
         priority, samples = self.rng.choice([0, 0, 0, 1, -1]), self.rng.random() < 0.8
         queued = sum(state is State.QUEUED for state in self.state.values())
+        # Rows that are free take their share at the next plan: only what is left over waits.
+        queued -= max(0, self.config.max_rows - (len(self.state) - queued))
         try:
             self.scheduler.submit(name, priority=priority, samples=samples)
         except QueueIsFull as full:
