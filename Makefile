@@ -35,7 +35,7 @@ chat: setup ## Talk to a running server
 	$(BIN)/kvfork chat $(ARGS)
 
 test: setup ## Run the test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not full" $(ARGS)
 
 test-slow: setup ## Run the longer tests too: soak, memory, every client
 	$(BIN)/python -m pytest -m slow $(ARGS)
