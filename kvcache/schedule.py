@@ -4,10 +4,8 @@ The KV of a token depends, in the last bits, on how the prefill was cut. So the 
 positions only: multiples of 256, and *stops* (declared marks, a snapshot's end, the prompt's end). A warm run that
 starts at any cut makes exactly the calls that a cold run makes from there.
 
-A stop also yields next-token logits. Models return logits for every position of a call, and over a 262k vocabulary
-that costs more than the call itself, so a long call that ends in a stop gives its last token a call of its own. A stop
-on the grid does not: it must leave the schedule as it is without the stop, so that a boundary that was only passed and
-one that was asked for are the same state. There the logits are paid for.
+A stop also yields next-token logits, which change no cut: a boundary that was only passed and one that was asked for
+are the same state.
 """
 
 from __future__ import annotations
@@ -20,9 +18,6 @@ from dataclasses import dataclass
 from kvcache.blocks import BLOCK_TOKENS
 
 NONCE_BYTES = 16
-
-LOGITS_TOKENS = 32
-"""Longest call whose logits are taken whole; a longer one ends one token early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +38,7 @@ def plan_calls(start: int, end: int, stops: Iterable[int], replay: Iterable[int]
     wanted = {p for p in stops if start < p <= end} | {end}
     fixed = {start, end} | wanted | {p for p in replay if start < p < end}
     fixed |= set(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
-    calls: list[Call] = []
-    ordered = sorted(fixed)
-    for left, right in itertools.pairwise(ordered):
-        if right in wanted and right % BLOCK_TOKENS and right - left > LOGITS_TOKENS:
-            calls.append(Call(left, right - 1, stop=False))
-            left = right - 1
-        calls.append(Call(left, right, stop=right in wanted))
-    return calls
+    return [Call(left, right, stop=right in wanted) for left, right in itertools.pairwise(sorted(fixed))]
 
 
 def prefill_schedule(block_start: int, block_end: int, ends: Iterable[int]) -> bytes:

@@ -14,6 +14,7 @@ import mlx.core as mx
 from kvcache.layout import CacheLayout
 from service.engine import layers
 from service.engine.batch import decode_batch
+from service.engine.heads import last_position
 from service.engine.sampling import RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
 from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
@@ -32,6 +33,7 @@ class MlxEngine:
 
     def __init__(self, model, layout: CacheLayout) -> None:
         self._model = model
+        self._last_position = last_position(model)
         self._layout = layout
         self._rows: dict[RowId, _Row] = {}
         self._batch = decode_batch(layout)
@@ -81,7 +83,7 @@ class MlxEngine:
     def _prefill(self, call: Prefill, result: StepResult) -> None:
         row = self._rows[call.row]
         tokens = mx.array(list(call.tokens), dtype=mx.uint32)[None]
-        logits = self._model(tokens, cache=row.caches)
+        logits = self._last_position(tokens, cache=row.caches)
         layers.normalise(row.caches)
         # Without the logits in the list, MLX never computes the head of the model for this call.
         row.logits = logits[:, -1, :] if call.logits else None

@@ -93,9 +93,7 @@ class Alone:
             sampling=GREEDY, stopping=stopping, top_logprobs=None, text=text, save=False, save_on_cancel=False
         )
         began = time.perf_counter()
-        self.loop.submit(
-            Work(owner="bench", tokens=tokens, base=None, keep=frozenset(), generation=generation), hear
-        )
+        self.loop.submit(Work(owner="bench", tokens=tokens, base=None, keep=frozenset(), generation=generation), hear)
         self._done.wait()
         return times[0] - began, (times[-1] - times[0]) / max(1, len(times) - 1)
 

@@ -245,4 +245,3 @@ def raw(text: str = "", *, tokens: Sequence[int] = (), special: bool = True) -> 
     """Untemplated input: text, or token ids as they are."""
     part = types.Part(text=text) if text else types.Part(tokens=types.TokenRun(ids=tokens))
     return types.Input(raw=types.RawInput(parts=[part], add_special_tokens=special and not tokens))
-

@@ -18,7 +18,16 @@ NAME = f"mlx_lm.server {version('mlx-lm')}"
 
 # Its defaults batch 32 decodes and 8 prompts, enough for every bench here; the prompt cache must hold what a bench
 # comes back to.
-FLAGS = ("--decode-concurrency", "32", "--prompt-concurrency", "8", "--prompt-cache-size", "32", "--log-level", "WARNING")
+FLAGS = (
+    "--decode-concurrency",
+    "32",
+    "--prompt-concurrency",
+    "8",
+    "--prompt-cache-size",
+    "32",
+    "--log-level",
+    "WARNING",
+)
 
 
 @dataclass(slots=True)

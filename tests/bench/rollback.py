@@ -17,6 +17,7 @@ from tests.bench.peer import NAME, Peer
 from tests.bench.report import Bystanders, Figure, Options, Quiet, emit, median, note, spread
 from tests.bench.texts import fitted
 
+
 def run(options: Options) -> None:
     model = options.model or ("tiny-gemma3" if options.quick else "gemma3")
     prompt_tokens = 300 if options.quick else 2100

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcache.blocks import BLOCK_TOKENS, block_key, root_key
+from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Keep, PrefixCache
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.records import RecordId, RecordKind, Tier
@@ -58,8 +58,18 @@ def run(options: Options) -> None:
     busy = others.cores()
     for metric, ours, against, peer in (
         ("store.write_over_raw_write", [s[0] for s in sealed], [f[0] for f in files], "plain file"),
-        ("store.restore_over_raw_read", [s[1] for s in sealed], [f[1] for f in files], "plain file, cached by the system"),
-        ("store.encrypted_over_plain", [sum(s) for s in sealed], [sum(p) for p in plain], "the store without encryption"),
+        (
+            "store.restore_over_raw_read",
+            [s[1] for s in sealed],
+            [f[1] for f in files],
+            "plain file, cached by the system",
+        ),
+        (
+            "store.encrypted_over_plain",
+            [sum(s) for s in sealed],
+            [sum(p) for p in plain],
+            "the store without encryption",
+        ),
     ):
         ratios = [a / b for a, b in zip(ours, against, strict=True)]
         work = total * (2 if "encrypted" in metric else 1)

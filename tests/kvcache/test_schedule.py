@@ -10,7 +10,6 @@ import pytest
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.schedule import (
-    LOGITS_TOKENS,
     NONCE_BYTES,
     Call,
     continued_schedule,
@@ -26,7 +25,7 @@ CASES = 4_000
 
 
 def naive(start: int, end: int, stops: Iterable[int], replay: Iterable[int]) -> list[Call]:
-    """The rule, token by token: a call ends at the grid, a stop, a replayed cut, and before a last token on its own."""
+    """The rule, token by token: a call ends at the grid, a stop, or a replayed cut."""
     kept = set(stops) | {end}
     cuts = kept | set(replay)
     calls = []
@@ -34,9 +33,6 @@ def naive(start: int, end: int, stops: Iterable[int], replay: Iterable[int]) -> 
     for place in range(start + 1, end + 1):
         if place not in cuts and place % BLOCK_TOKENS:
             continue
-        if place in kept and place % BLOCK_TOKENS and place - opened > LOGITS_TOKENS:
-            calls.append(Call(opened, place - 1, stop=False))
-            opened = place - 1
         calls.append(Call(opened, place, stop=place in kept))
         opened = place
     return calls
@@ -107,14 +103,13 @@ def test_a_stop_on_the_grid_changes_no_call() -> None:
         assert [(c.start, c.end) for c in plan_calls(0, end, stops | grid)] == without
 
 
-def test_no_call_is_long_crosses_the_grid_or_pays_for_logits_it_does_not_need() -> None:
+def test_no_call_is_empty_or_crosses_the_grid_and_stops_are_where_they_were_asked_for() -> None:
     for rng, end, stops in cases(6):
         start = rng.randrange(end)
         calls = plan_calls(start, end, stops)
         for call in calls:
             assert call.start < call.end
             assert call.start // BLOCK_TOKENS == (call.end - 1) // BLOCK_TOKENS
-            assert not call.stop or call.end - call.start <= LOGITS_TOKENS or call.end % BLOCK_TOKENS == 0
         assert {c.end for c in calls if c.stop} == {p for p in stops if start < p <= end} | {end}
 
 
