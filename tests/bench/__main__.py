@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         runs=args.runs,
         plots=None if args.no_plots or args.quick else _PLOTS,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly exit, which ends the servers as well
     names = list(BENCHES) if "all" in args.names else args.names
     for name in names:
         began = time.monotonic()

@@ -158,10 +158,10 @@ def _planning(options: Options) -> None:
             handled.append(time.perf_counter() - began)
             assert found.position == tokens, found.position
             cache.release(found)
-            path = base.path()
+            path, store = base.path(), cache.store
             began = time.perf_counter()
             plan = plan_restore(
-                path, GEMMA3, lambda r: cache.store.locate(r) is not None, target=tokens, more_follows=True
+                path, GEMMA3, lambda r, s=store: s.locate(r) is not None, target=tokens, more_follows=True
             )
             planned.append(time.perf_counter() - began)
             assert plan is not None and plan.position == tokens

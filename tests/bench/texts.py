@@ -5,14 +5,103 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-_WHO = (
-    ["sailor", "baker", "teacher", "nurse", "farmer", "painter", "driver", "judge", "miner", "singer", "clerk", "guard", "weaver", "doctor", "pilot", "cook"]
+_WHO = (  # fmt: skip
+    "sailor",
+    "baker",
+    "teacher",
+    "nurse",
+    "farmer",
+    "painter",
+    "driver",
+    "judge",
+    "miner",
+    "singer",
+    "clerk",
+    "guard",
+    "weaver",
+    "doctor",
+    "pilot",
+    "cook",
 )
-_DID = ["found", "carried", "painted", "counted", "forgot", "repaired", "opened", "followed", "measured", "hid", "sold", "cleaned", "watched", "drew"]
-_WHAT = ["map", "lamp", "boat", "letter", "door", "clock", "basket", "window", "bridge", "ladder", "coin", "rope", "table", "wheel", "mirror", "book", "bell"]
-_HOW = ["old", "small", "broken", "heavy", "quiet", "yellow", "narrow", "strange", "wooden", "empty", "bright", "cold", "round", "long", "plain", "dark"]
-_WHERE = ["harbour", "market", "garden", "station", "valley", "kitchen", "tower", "forest", "river", "school", "church", "island", "village", "hall"]
-_WHEN = ["morning", "evening", "winter", "summer", "night", "autumn", "spring", "noon"]
+_DID = (  # fmt: skip
+    "found",
+    "carried",
+    "painted",
+    "counted",
+    "forgot",
+    "repaired",
+    "opened",
+    "followed",
+    "measured",
+    "hid",
+    "sold",
+    "cleaned",
+    "watched",
+    "drew",
+)
+_WHAT = (  # fmt: skip
+    "map",
+    "lamp",
+    "boat",
+    "letter",
+    "door",
+    "clock",
+    "basket",
+    "window",
+    "bridge",
+    "ladder",
+    "coin",
+    "rope",
+    "table",
+    "wheel",
+    "mirror",
+    "book",
+    "bell",
+)
+_HOW = (  # fmt: skip
+    "old",
+    "small",
+    "broken",
+    "heavy",
+    "quiet",
+    "yellow",
+    "narrow",
+    "strange",
+    "wooden",
+    "empty",
+    "bright",
+    "cold",
+    "round",
+    "long",
+    "plain",
+    "dark",
+)
+_WHERE = (  # fmt: skip
+    "harbour",
+    "market",
+    "garden",
+    "station",
+    "valley",
+    "kitchen",
+    "tower",
+    "forest",
+    "river",
+    "school",
+    "church",
+    "island",
+    "village",
+    "hall",
+)
+_WHEN = (  # fmt: skip
+    "morning",
+    "evening",
+    "winter",
+    "summer",
+    "night",
+    "autumn",
+    "spring",
+    "noon",
+)
 
 
 def prose(words: int, seed: int) -> str:

@@ -1,9 +1,9 @@
 """`kvfork serve` with a stop watch around the model thread; at its end prints one JSON line with every step.
 
 For each step: rows decoded, whether a prefill was part of it, `active` bytes of working caches after it, `wall` seconds
-from the end of the step before, and `eval` seconds of them spent waiting in `mx.eval`. The rest is the host's: Python that builds the graph, scheduling, text,
-handing out events, and waiting for the interpreter lock. On a CPU backend both compete for the same cores, so the
-share is an upper bound of what better host code could win.
+from the end of the step before, and `eval` seconds of them spent waiting in `mx.eval`. The rest is the host's: Python
+that builds the graph, scheduling, text, handing out events, and waiting for the interpreter lock. On a CPU backend both
+compete for the same cores, so the share is an upper bound of what better host code could win.
 """
 
 from __future__ import annotations
