@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-_WHO = (  # fmt: skip
+_WHO = (
     "sailor",
     "baker",
     "teacher",
@@ -23,7 +23,7 @@ _WHO = (  # fmt: skip
     "pilot",
     "cook",
 )
-_DID = (  # fmt: skip
+_DID = (
     "found",
     "carried",
     "painted",
@@ -39,7 +39,7 @@ _DID = (  # fmt: skip
     "watched",
     "drew",
 )
-_WHAT = (  # fmt: skip
+_WHAT = (
     "map",
     "lamp",
     "boat",
@@ -58,7 +58,7 @@ _WHAT = (  # fmt: skip
     "book",
     "bell",
 )
-_HOW = (  # fmt: skip
+_HOW = (
     "old",
     "small",
     "broken",
@@ -76,7 +76,7 @@ _HOW = (  # fmt: skip
     "plain",
     "dark",
 )
-_WHERE = (  # fmt: skip
+_WHERE = (
     "harbour",
     "market",
     "garden",
@@ -92,7 +92,7 @@ _WHERE = (  # fmt: skip
     "village",
     "hall",
 )
-_WHEN = (  # fmt: skip
+_WHEN = (
     "morning",
     "evening",
     "winter",
