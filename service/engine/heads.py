@@ -49,6 +49,8 @@ def last_position(model):
 
 def _shortened(model):
     """The copy, or None where the model has no body of a known name."""
+    if not isinstance(model, dict):  # upstream's modules are
+        return None
     for name in ("model", "language_model"):
         if name not in model:  # a module holds its children as a dict; some have `model` as a property besides
             continue
