@@ -57,7 +57,7 @@ class StoreDirectory:
         except OSError as error:
             self.close()
             raise StoreUnusable(f"{path} cannot be used as a store: {error.strerror or error}") from error
-        except BaseException:
+        except BaseException:  # whatever it was, the lock must not outlive it; it is raised on
             self.close()
             raise
 

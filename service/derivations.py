@@ -80,7 +80,7 @@ class Derivations:
                 lost = lost or event.lost
             if lost:
                 raise store_full(lost)
-        except BaseException:
+        except BaseException:  # a cancelled caller too must leave no hold behind; it is raised on
             for node in nodes.values():
                 cache.let_go(node)
             raise

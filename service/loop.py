@@ -81,7 +81,6 @@ class EngineLoop:
         self._end_error: CallError | None = None  # set once the thread takes no more messages
         self._to_open: list[Sequence] = []
         self._to_close: list[RowId] = []
-        self.active_bytes = 0
         self.tokens_prefilled = 0  # counted where the model is called
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -288,7 +287,6 @@ class EngineLoop:
         if not plan:
             return
         result = self._engine.step(plan)
-        self.active_bytes = self._engine.active_bytes()
         self._apply(tick, plan, result)
 
     def _orders(self, tick: Tick) -> StepPlan:

@@ -75,7 +75,7 @@ def open_store(path: Path, source: KeySource, *, create: bool = True) -> OpenSto
     except OSError as error:
         directory.close()
         raise StoreUnusable(f"the keys of {path} cannot be used: {error.strerror or error}") from error
-    except BaseException:
+    except BaseException:  # whatever it was, the lock must not outlive it; it is raised on
         directory.close()
         raise
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvcache.tree import Node
-from service.work import Ended, Failed, NodeAt, Tokens, WorkEvent
+from service.work import NodeAt, Tokens, WorkEvent
 
 
 class Channel:
@@ -22,11 +22,8 @@ class Channel:
         self._pending: deque[WorkEvent] = deque()
         self._wake = asyncio.Event()
         self._closed = False
-        self.ended = asyncio.Event()
 
     def put(self, event: WorkEvent) -> None:
-        if isinstance(event, Ended | Failed):
-            self.ended.set()
         if self._closed:
             self._drop(event)
             return

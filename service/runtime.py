@@ -202,7 +202,7 @@ class Runtime:
                         raise event.error
                     case _:
                         pass
-        except BaseException:
+        except BaseException:  # a cancelled caller too must leave no row and no hold behind; it is raised on
             self.loop.cancel(row)
             channel.close()
             assert self.loaded is not None
@@ -279,7 +279,7 @@ class Runtime:
                 added.append(snapshot)
                 if not there:
                     fresh.append(snapshot)
-        except BaseException:
+        except BaseException:  # all or none, for a cancelled caller too; it is raised on
             for snapshot in fresh:
                 self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
             for node, _ in left:

@@ -108,7 +108,7 @@ class MlxEngine:
                 return
             logits = self._batch.step(self._model, [self._rows[row].token for row in self._batch.rows])
             picks = pick_all(logits, [self._rows[row].sampler for row in self._batch.rows])
-            mx.eval(self._batch.live())
+            mx.eval(self._batch.live())  # recurrent state that no logit needed yet: unevaluated, its graph would grow
             for row, what in order.captures.items():
                 if row in self._batch.rows:
                     result.captured[row] = self._batch.capture(row, what)
