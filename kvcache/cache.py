@@ -81,7 +81,6 @@ class Lookup:
     tokens: int  # length of the prompt
     plan: RestorePlan | None
     known: int  # tokens that were computed once, whether or not their state can be used
-    diverged_at: int | None  # first position outside every known chain
     miss_reason: MissReason  # why `plan` stops short of `known`
     replay: tuple[int, ...] = ()  # cuts of the parent's own run, to make again where it is computed again
     kept: tuple[Node, ...] = ()  # places asked for that are stored already, at or before the position
@@ -90,6 +89,11 @@ class Lookup:
     def position(self) -> int:
         """Tokens whose state can be restored."""
         return self.plan.position if self.plan else 0
+
+    @property
+    def diverged_at(self) -> int | None:
+        """First position outside every known chain; None if the prompt never left them."""
+        return self.known if self.known < self.tokens else None
 
     def without_state(self) -> Lookup:
         """The same, as if nothing could be read."""
@@ -183,7 +187,6 @@ class PrefixCache:
             tokens=len(tokens),
             plan=plan,
             known=base.end,
-            diverged_at=base.end if base.end < len(tokens) else None,
             miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
             replay=tuple(replay),
         )
@@ -225,7 +228,6 @@ class PrefixCache:
             tokens=len(tokens),
             plan=plan,
             known=known,
-            diverged_at=known if known < len(tokens) else None,
             miss_reason=reason,
             kept=tuple(node for node in kept if node.end <= position)
             + ((plan.nodes[-1],) if plan and position in keep and position == len(tokens) else ()),

@@ -13,12 +13,12 @@ from kvcache.cache import PrefixCache
 from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
-from service.errors import CallError, InvalidField, NotAnAncestor, RollbackBeyondEnd
+from service.errors import InvalidField, NotAnAncestor, RecomputeLimit, RollbackBeyondEnd
 from service.events import Counted, Created, Forked, RolledBack
 from service.handles import Handles
 from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, Release, RollbackCall, Rounding
 from service.resolve import Prompt, check_room, mark_positions
-from service.runtime import Loaded, Runtime, recompute_limit, store_full
+from service.runtime import Loaded, Runtime, store_full
 from service.work import Work
 
 
@@ -145,37 +145,31 @@ class Derivations:
         cache = loaded.cache
         await self._rt.until_named(owner, call.source)
         with handles.using(call.source, owner) as source:
-            position, node = self._rollback_target(call, source, owner, handles, cache)
+            position, ancestor = self._cut_at(call, source, owner, handles)
+            if call.release is Release.SOURCE:
+                handles.refuse_if_busy(source, own_uses=1)
             if call.rounding is Rounding.EXACT:
-                try:
-                    handles.check_id(owner, call.options, source.node.all_tokens()[:position])
-                except CallError:
-                    if node is not None:
-                        cache.let_go(node)
-                    raise
+                handles.check_id(owner, call.options, source.node.all_tokens()[:position])
+            node = cache.hold(ancestor.node) if ancestor is not None else cache.cut(source.node, position)
             if node is None and call.rounding is Rounding.DOWN:
                 stored = cache.checkpoints_before(source.node, position)
                 node = cache.cut(source.node, stored) if stored else None
                 if node is None:
-                    raise recompute_limit(position, 0, 0)
+                    raise RecomputeLimit.over(position, 0, 0)
                 position = stored
             if node is None:
                 node, usage = await self._recompute(call, source, position, owner, cache)
             else:
                 usage = _untouched(cache, node)
-            if call.release is Release.SOURCE and source.uses > 1:
-                cache.let_go(node)
-                handles.delete(source, GoneReason.ROLLED_BACK, in_use_ok=False)
             snapshot = await self._rt.add(owner, node, call.options, source)
             released = self._let_go_of(call.release, source, position, snapshot, handles, cache)
             if released:
                 await self._rt.written()
             return RolledBack(snapshot=handles.view(snapshot), released=tuple(released), usage=usage)
 
-    def _rollback_target(
-        self, call: RollbackCall, source: Snapshot, owner: str, handles: Handles, cache: PrefixCache
-    ) -> tuple[int, Node | None]:
-        """Where to cut, and a held node that stands there if no compute is needed."""
+    @staticmethod
+    def _cut_at(call: RollbackCall, source: Snapshot, owner: str, handles: Handles) -> tuple[int, Snapshot | None]:
+        """The position to cut at, and the ancestor that stands there if it was named."""
         if call.ancestor is not None:
             ancestor = handles.find(call.ancestor, owner)
             tokens = ancestor.node.all_tokens()
@@ -184,7 +178,7 @@ class Derivations:
                 raise NotAnAncestor(
                     f"{call.ancestor} is not a prefix of {call.source}", hint="roll back by token_count", metadata=facts
                 )
-            return len(tokens), cache.hold(ancestor.node)
+            return len(tokens), ancestor
         position = call.token_count if call.token_count is not None else source.token_count - (call.drop_tokens or 0)
         if position > source.token_count or position < 0:
             facts = {"tokenCount": str(source.token_count)}
@@ -194,7 +188,7 @@ class Derivations:
         if position == 0:
             field = "token_count" if call.token_count is not None else "drop_tokens"
             raise InvalidField.at(field, "nothing would be left: generate without a parent instead")
-        return position, cache.cut(source.node, position)
+        return position, None
 
     async def _recompute(
         self, call: RollbackCall, source: Snapshot, position: int, owner: str, cache: PrefixCache
@@ -205,7 +199,7 @@ class Derivations:
             stored = base.end
             limit = call.max_recompute_tokens
             if limit is not None and position - stored > limit:
-                raise recompute_limit(position - stored, limit, stored)
+                raise RecomputeLimit.over(position - stored, limit, stored)
             work = Work(
                 owner=owner,
                 tokens=source.node.all_tokens()[:position],

@@ -142,6 +142,15 @@ class ForkMemory(CallError):
 class RecomputeLimit(CallError):
     reason = "RECOMPUTE_LIMIT"
 
+    @classmethod
+    def over(cls, needed: int, allowed: int, nearest: int) -> RecomputeLimit:
+        """`nearest` is the deepest position whose state is stored."""
+        return cls(
+            f"{needed} tokens would be computed again, {allowed} are allowed",
+            hint="raise max_recompute_tokens, or roll back to the nearest checkpoint",
+            metadata={"needed": str(needed), "allowed": str(allowed), "nearestCheckpoint": str(nearest)},
+        )
+
 
 class RollbackBeyondEnd(CallError):
     reason = "ROLLBACK_BEYOND_END"

@@ -188,11 +188,11 @@ class Handles:
         with translated():
             self._cache.delete(snapshot, reason, in_use_ok=in_use_ok)
 
-    def refuse_if_busy(self, snapshot: Snapshot) -> None:
-        """Raises SnapshotInUse while calls read from it."""
+    def refuse_if_busy(self, snapshot: Snapshot, *, own_uses: int = 0) -> None:
+        """Raises SnapshotInUse while calls read from it, the caller's own not counted."""
         with translated():
-            if snapshot.uses:
-                raise SnapshotBusy(snapshot.id, snapshot.uses)
+            if snapshot.uses > own_uses:
+                raise SnapshotBusy(snapshot.id, snapshot.uses - own_uses)
 
     def update(
         self,

@@ -244,12 +244,7 @@ class EngineLoop:
         needed = (work.base.end if work.base else lookup.known) - lookup.position
         if limit is None or needed <= limit:
             return None
-        facts = {"needed": str(needed), "allowed": str(limit), "nearestCheckpoint": str(lookup.position)}
-        return RecomputeLimit(
-            f"{needed} tokens of the parent would be computed again, {limit} are allowed",
-            hint="raise max_recompute_tokens, or roll back to the nearest checkpoint",
-            metadata=facts,
-        )
+        return RecomputeLimit.over(needed, limit, lookup.position)
 
     def _was_read(self, message: _Read) -> None:
         bad = message.result.failed

@@ -26,7 +26,6 @@ from service.errors import (
     EngineDown,
     ModelLoading,
     ModelNotFound,
-    RecomputeLimit,
     SnapshotNotFound,
     StoreFull,
 )
@@ -342,13 +341,3 @@ class Runtime:
 def store_full(reason: str) -> StoreFull:
     """The error for state that could not be kept."""
     return StoreFull(f"the state could not be kept: {reason}", hint="free room, or try again later", retry_after=1.0)
-
-
-def recompute_limit(needed: int, allowed: int, nearest: int) -> RecomputeLimit:
-    """The error for a bound on recomputed tokens."""
-    facts = {"needed": str(needed), "allowed": str(allowed), "nearestCheckpoint": str(nearest)}
-    return RecomputeLimit(
-        f"{needed} tokens would be computed again, {allowed} are allowed",
-        hint="raise max_recompute_tokens, or cut at the nearest checkpoint",
-        metadata=facts,
-    )
