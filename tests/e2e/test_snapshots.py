@@ -229,6 +229,21 @@ def test_paging_while_things_change_skips_nothing_and_repeats_nothing(empty: Liv
 # -- delete ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_rollback_that_may_not_release_is_refused_before_it_computes(empty: LiveServer) -> None:
+    root = create(empty, 300, 71).snapshot.name
+    stream = empty.inference.Generate(greedy(raw("x"), parent=root, tokens=ENDLESS), timeout=PATIENCE)
+    next(stream)
+    before = empty.stats().prompt_tokens
+    release = inference_pb.RollbackRequest(source=root, token_count=290, release=inference_pb.RELEASE_SOURCE)
+    answer = refused(lambda: empty.inference.Rollback(release))
+    assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "SNAPSHOT_IN_USE")
+    assert answer.metadata["activeUses"] == "1"
+    assert empty.stats().prompt_tokens == before  # 34 tokens would have had to be computed again
+    stream.cancel()
+    empty.idle()
+    assert list(empty.inference.Rollback(release).released) == [root]
+
+
 def test_what_is_in_use_is_deleted_only_on_demand(empty: LiveServer) -> None:
     root = create(empty, 300, 70).snapshot.name
     stream = empty.inference.Generate(
