@@ -6,15 +6,16 @@ thread-safe: `kvcache.cache` holds the lock, and pins what a plan names.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.blocks import BLOCK_TOKENS, block_key
+from kvcache.blocks import BLOCK_TOKENS, as_array, block_key
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from kvcache.restore import RestorePlan
-from kvcache.schedule import is_decoded, plan_calls, prefill_schedule, replay_cuts
+from kvcache.schedule import is_decoded, prefill_schedule, replay_cuts
 from kvcache.stock import Stock
 from kvcache.tree import Node
 
@@ -68,13 +69,16 @@ class Matcher:
 
     def by_content(self, root: Node, tokens: Sequence[int], keep: set[int]) -> Lookup:
         """From the blocks behind `root` that a cold run over `tokens` would make."""
-        known_nodes, known = self._stock.tree.known_prefix(root, tokens)
-        ends = [call.end for call in plan_calls(0, len(tokens), keep)]
-        path = self._follow(root, tokens, ends)
+        tokens = as_array(tokens)
+        stops = sorted(place for place in keep if place < len(tokens))
+        path = self._follow(root, tokens, stops)
         target = path[-1].end if path else 0
+        deepest = next((node for node in reversed(path) if not node.is_tail), root)
+        beyond, known = self._stock.tree.known_prefix(deepest, tokens)
+        seen = deepest.end + len(beyond) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
         kept: list[Node] = []
         for place in sorted(keep - {len(tokens)}):
-            node = self._kept_at(root, path, tokens, ends, place)
+            node = self._kept_at(root, path, tokens, stops, place)
             if node is None:
                 target = min(target, place - 1)  # it has to be passed again
                 break
@@ -97,8 +101,7 @@ class Matcher:
         reason = MissReason.NONE
         if position < known:
             exact_end = path[-1].end if path else 0
-            elsewhere = len(known_nodes) * BLOCK_TOKENS > exact_end
-            reason = MissReason.PROVENANCE if elsewhere else self._why(path, position, known)
+            reason = MissReason.PROVENANCE if seen > exact_end else self._why(path, position, known)
         return Lookup(
             tokens=len(tokens),
             plan=plan,
@@ -109,7 +112,7 @@ class Matcher:
         )
 
     def _kept_at(
-        self, root: Node, path: Sequence[Node], tokens: Sequence[int], ends: Sequence[int], place: int
+        self, root: Node, path: Sequence[Node], tokens: array[int], stops: Sequence[int], place: int
     ) -> Node | None:
         """The node that stands at `place` with logits, if all of it is stored."""
         depth, inside = divmod(place, BLOCK_TOKENS)
@@ -119,26 +122,23 @@ class Matcher:
         node: Node | None = base
         if inside:
             start = base.end
-            cuts = [e for e in ends if start < e < place]
+            cuts = _between(stops, start, place)
             node = self._stock.tree.get(block_key(base.key, tokens[start:place], prefill_schedule(start, place, cuts)))
         if node is None or node.parent is None:
             return None
         stored = self._stock.restorable(node) and self._stock.has(RecordId(node.key, RecordKind.LOGITS))
         return node if stored else None
 
-    def _follow(self, root: Node, tokens: Sequence[int], ends: Sequence[int]) -> list[Node]:
+    def _follow(self, root: Node, tokens: array[int], stops: Sequence[int]) -> list[Node]:
         """The chain of known nodes that this very schedule would make."""
         path: list[Node] = []
-        node = root
-        while node.end < len(tokens):
-            start, end = node.end, min(node.end + BLOCK_TOKENS, len(tokens))
-            inside = ends[bisect_right(ends, start) : bisect_left(ends, end)]
-            block = tokens[start:end]
-            following = self._stock.tree.get(block_key(node.key, block, prefill_schedule(start, end, inside)))
-            if following is None and self._share_decoded and end - start == BLOCK_TOKENS:
-                following = next(
-                    (c for c in node.children if is_decoded(c.schedule) and list(c.tokens) == list(block)), None
-                )
+        node, tree = root, self._stock.tree
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            block = tokens[start : start + BLOCK_TOKENS]
+            end = start + len(block)
+            following = tree.get(block_key(node.key, block, prefill_schedule(start, end, _between(stops, start, end))))
+            if following is None and self._share_decoded and len(block) == BLOCK_TOKENS:
+                following = next((c for c in node.children if is_decoded(c.schedule) and c.tokens == block), None)
             if following is None:
                 break
             path.append(following)
@@ -156,3 +156,8 @@ class Matcher:
             if node.end > position and any(not self._stock.has(RecordId(node.source, kind)) for kind in kinds):
                 return node.lost
         return MissReason.BETWEEN_CHECKPOINTS
+
+
+def _between(stops: Sequence[int], start: int, end: int) -> Sequence[int]:
+    """The stops strictly inside a block; the grid makes no cut there."""
+    return stops[bisect_right(stops, start) : bisect_left(stops, end)] if stops else ()
