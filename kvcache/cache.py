@@ -147,6 +147,7 @@ class PrefixCache(NamedSnapshots):
             result = self.store.put(RecordId(node.key, kind), payload, explicit=explicit, key_id=node.key_id)
             if not result.held and lost is None:
                 lost = result
+        self.store.arrange([self._stock.place_of(node)])
         if lost is not None:
             node.lost = MissReason.NOT_WRITTEN
         return Commit(node=node, lost=lost)
