@@ -95,6 +95,7 @@ class TieredStore:
         )
         self._io = IoThread("kvcache-io", clock)
         self._ledger = Ledger()
+        self._lent = 0
         self._lock = self._ledger.lock
         self._index = self._ledger.index
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
@@ -281,6 +282,12 @@ class TieredStore:
         if disk_bytes is not None:
             self._io.call(partial(self._disk.trim, disk_bytes))
 
+    def lend(self, size: int) -> None:
+        """Do without `size` bytes of the memory budget from now on, until told otherwise. Spills or evicts for it."""
+        with self._lock:
+            self._lent = size
+            self._shrink_memory(self._memory_bytes)
+
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is PENDING; False if that takes longer than `timeout` seconds."""
         if not self._io.started:
@@ -365,6 +372,10 @@ class TieredStore:
 
     # Placement. REQUIRES: lock is held
 
+    @property
+    def _memory_bytes(self) -> int:
+        return max(0, self._config.memory_bytes - self._lent)
+
     def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int) -> PutResult:
         if self._ledger.closed:
             return PutResult.SKIPPED_CLOSED
@@ -375,8 +386,8 @@ class TieredStore:
             return PutResult.EXISTS
         size = len(data)
         fits_disk = size <= self._segments.max_payload_bytes and size <= self._queue_limit(explicit=explicit)
-        if (record.kind in RESIDENT or not fits_disk) and size <= self._config.memory_bytes:
-            if self._shrink_memory(self._config.memory_bytes - size):
+        if (record.kind in RESIDENT or not fits_disk) and size <= self._memory_bytes:
+            if self._shrink_memory(self._memory_bytes - size):
                 self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED
             if not fits_disk:

@@ -65,12 +65,12 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             vocab_size=facts.vocab_size,
             eos_token_ids=tuple(sorted(codec.eos_ids)),
             trimmable=facts.layout.trimmable,
-            bytes_per_token=facts.bytes_per_token,
+            bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
             default_top_p=1.0 if facts.top_p is None else facts.top_p,
             default_top_k=facts.top_k or 0,
         )
-        return Loaded(engine=MlxEngine(model, facts.layout), cache=cache, codec=codec, view=view)
+        return Loaded(engine=MlxEngine(model, facts.layout, facts.footprint), cache=cache, codec=codec, view=view)
 
     return load
 

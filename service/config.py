@@ -52,13 +52,14 @@ class Config:
     default_ttl: float = 3600.0
     max_ttl: float = 7 * 86400.0
     default_max_tokens: int = 512
+    active_bytes: int = 1 * GIB
     memory_bytes: int = 1 * GIB
     disk_bytes: int = 8 * GIB
     scratch_dir: Path = Path(tempfile.gettempdir())
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
-    prefill_budget: int = 512
+    prefill_budget: int = 256
     share_decoded: bool = False
     drain_seconds: float = 30.0
     write_stall_seconds: float = 30.0
@@ -109,6 +110,7 @@ class Config:
             values["address"] = ""
             values.setdefault("unix_socket", _parse_path(address.removeprefix("unix:")))
         values.setdefault("scratch_dir", default_scratch_dir())
+        values.setdefault("active_bytes", default_memory_bytes())
         values.setdefault("memory_bytes", default_memory_bytes())
         values.setdefault("disk_bytes", default_disk_bytes(values.get("store_dir") or values["scratch_dir"]))
         return cls(**values)  # type: ignore[arg-type]  # the rows of OPTIONS parse into the fields' types
@@ -120,6 +122,7 @@ _AT_LEAST_ONE = (
     "max_fork_branches",
     "max_snapshots",
     "default_max_tokens",
+    "active_bytes",
     "prefill_budget",
 )
 _LONGEST_SOCKET_PATH = 103  # macOS; Linux takes four more
@@ -260,6 +263,13 @@ OPTIONS = (
     Option("max_ttl", parse_seconds, "TIME", "longest time a request may ask for"),
     Option("default_max_tokens", _parse_count, "N", "most new tokens of a generation that does not say"),
     Option(
+        "active_bytes",
+        parse_size,
+        "SIZE",
+        "working state of all running sequences at their longest; when it is reserved, kept state gives up memory, "
+        "then calls wait (default: a quarter of the machine's memory)",
+    ),
+    Option(
         "memory_bytes",
         parse_size,
         "SIZE",
@@ -302,8 +312,8 @@ OPTIONS = (
         "prefill_budget",
         _parse_count,
         "TOKENS",
-        "most prompt tokens computed between two decode steps: more shortens the wait of new calls, "
-        "fewer keeps running ones smooth",
+        "most prompt tokens computed between two decode steps, but at least one call of up to 256: more shortens "
+        "the wait of new calls, fewer keeps running ones smooth",
     ),
     Option(
         "share_decoded",

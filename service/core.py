@@ -77,7 +77,11 @@ class Core:
         config = self._rt.config
         scheduler = Scheduler(
             SchedulerConfig(
-                max_rows=config.max_batch, max_queue=config.max_queue, idle_prefill_tokens=config.prefill_budget
+                max_rows=config.max_batch,
+                max_queue=config.max_queue,
+                busy_prefill_tokens=config.prefill_budget,
+                active_bytes=config.active_bytes,
+                idle_bytes=config.memory_bytes,
             )
         )
 

@@ -110,7 +110,14 @@ class Derivations:
         """A held node for each prompt; branches that add tokens are prefilled side by side."""
         cache = loaded.cache
         works = [
-            Work(owner=owner, tokens=p.tokens, base=parent.node, keep=frozenset({len(p.tokens)}), generation=None)
+            Work(
+                owner=owner,
+                tokens=p.tokens,
+                base=parent.node,
+                keep=frozenset({len(p.tokens)}),
+                generation=None,
+                group=f"{owner} {parent.id}",
+            )
             for p in prompts
             if len(p.tokens) > parent.token_count
         ]

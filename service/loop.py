@@ -1,7 +1,8 @@
 """The engine thread: drain the mailbox, plan, step, apply, publish. The only caller of scheduler and engine.
 
 One wake-up of the event loop a step carries every row's events (`Outlet.flush`). Restores are read by the store's I/O
-thread and come back through the mailbox, so they run beside decode and not in front of it.
+thread and come back through the mailbox, so they run beside decode and not in front of it; rows that want the same
+records share a read (`restores`).
 
 A row that fails ends alone. An exception out of the engine itself ends every row and the thread: `alive` turns False
 and health with it.
@@ -21,10 +22,11 @@ from kvcache.cache import Lookup, PrefixCache
 from kvcache.errors import CorruptRecord
 from kvcache.records import FetchResult
 from service.engine import Engine
-from service.errors import CallError, EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.errors import ActiveMemory, CallError, DeadlineUnmet, EngineFailed, QueueFull, RecomputeLimit, RowFailed
 from service.events import FinishReason
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
-from service.scheduler import QueueIsFull, Scheduler, State, Tick
+from service.restores import Read, Restore, Restores
+from service.scheduler import Demand, NeverFits, QueueIsFull, Scheduler, State, Tick
 from service.sequence import Sequence
 from service.work import Admitted, Ended, Failed, NodeAt, Prefilled, Tokens, Work, WorkEvent
 
@@ -50,9 +52,8 @@ class _End:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    row: RowId
-    lookup: Lookup
+class _Arrived:
+    read: Read
     result: FetchResult
 
 
@@ -70,7 +71,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._flush = flush
         self._clock = clock
-        self._inbox: deque[_Submit | _End | _Read | None] = deque()
+        self._inbox: deque[_Submit | _End | _Arrived | None] = deque()
         self._wake = threading.Condition()
         self._sequences: dict[RowId, Sequence] = {}
         self._next_row = 0
@@ -81,6 +82,12 @@ class EngineLoop:
         self._end_error: CallError | None = None  # set once the thread takes no more messages
         self._to_open: list[Sequence] = []
         self._to_close: list[RowId] = []
+        self._restores = Restores(
+            lambda records, done: self._cache.store.fetch(records, done),
+            lambda read, result: self._post(_Arrived(read, result)),
+        )
+        self._pace = 0.0  # least seconds that a token of a whole block's prefill has taken
+        self._borrowed = 0
         self.tokens_prefilled = 0  # counted where the model is called
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -134,7 +141,7 @@ class EngineLoop:
         except RuntimeError:  # the engine thread changed the dictionary meanwhile; a number a moment old will do
             return len(self._sequences)
 
-    def _post(self, message: _Submit | _End | _Read | None) -> None:
+    def _post(self, message: _Submit | _End | _Arrived | None) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()
@@ -157,6 +164,7 @@ class EngineLoop:
         """Loads and steps until told to stop, or until something breaks; returns what later calls are told."""
         try:
             self._engine, self._cache = self._load()
+            self._scheduler.footprint = self._engine.footprint
         except Exception as failure:  # whatever is wrong with a model; whoever loads it says so in the log
             log.debug("the model was not loaded", exc_info=True)
             self._failure = failure
@@ -187,18 +195,25 @@ class EngineLoop:
                     self._accept(message)
                 case _End():
                     self._guard(message.row, self._asked_to_end, message)
-                case _Read():
-                    self._guard(message.row, self._was_read, message)
+                case _Arrived():
+                    for restore in self._restores.arrived(message.read, message.result):
+                        self._guard(restore.row, self._was_read, restore)
+        self._restores.start()  # for rows whose restore has to be planned anew
 
     def _accept(self, message: _Submit) -> None:
-        generation = message.work.generation
+        now = self._clock()
         try:
-            self._scheduler.submit(message.row, priority=message.work.priority, samples=generation is not None)
+            self._scheduler.submit(message.row, _demand(message.work), now)
         except QueueIsFull as full:
             facts = {"queued": str(full.queued), "limit": str(full.limit)}
             message.emit(Failed(QueueFull(str(full), hint="try again later", metadata=facts, retry_after=1.0)))
             return
-        self._sequences[message.row] = Sequence(message.row, message.work, self._cache, message.emit, self._clock())
+        except NeverFits as over:
+            facts = {"needBytes": str(over.needed), "limitBytes": str(over.limit)}
+            hint = "ask for fewer new tokens, or give the server more --active-bytes"
+            message.emit(Failed(ActiveMemory(str(over), hint=hint, metadata=facts)))
+            return
+        self._sequences[message.row] = Sequence(message.row, message.work, self._cache, message.emit, now)
 
     def _asked_to_end(self, message: _End) -> None:
         seq = self._sequences.get(message.row)
@@ -224,7 +239,7 @@ class EngineLoop:
         seq.admitted = self._clock()
         work = seq.work
         lookup = self._cache.lookup(work.owner, work.tokens, base=work.base, keep=work.keep)
-        over = self._over_limit(work, lookup)
+        over = self._over_limit(work, lookup) or self._too_late(work, lookup, seq.admitted)
         if over is not None:
             self._cache.release(lookup)
             self._end(seq.row, Failed(over))
@@ -235,8 +250,7 @@ class EngineLoop:
         if lookup.plan is None:
             self._open(seq, lookup, None)
             return
-        row = seq.row
-        self._cache.store.fetch(lookup.plan.records, lambda result: self._post(_Read(row, lookup, result)))
+        self._restores.want(seq.row, lookup)
 
     @staticmethod
     def _over_limit(work: Work, lookup: Lookup) -> RecomputeLimit | None:
@@ -246,23 +260,35 @@ class EngineLoop:
             return None
         return RecomputeLimit.over(needed, limit, lookup.position)
 
-    def _was_read(self, message: _Read) -> None:
-        bad = message.result.failed
-        if bad is not None and isinstance(message.result.error, CorruptRecord):
+    def _too_late(self, work: Work, lookup: Lookup, now: float) -> DeadlineUnmet | None:
+        """Work that cannot end in time is not begun, unless what is done of it is kept. The pace is the best seen."""
+        generation = work.generation
+        if work.deadline is None or (generation is not None and generation.save_on_cancel):
+            return None
+        needed, left = (len(work.tokens) - lookup.position) * self._pace, work.deadline - now
+        if needed < left:
+            return None
+        facts = {"neededSeconds": f"{needed:.3f}", "leftSeconds": f"{max(0.0, left):.3f}"}
+        hint = "allow more time, or go on from a snapshot"
+        return DeadlineUnmet("the prompt cannot be computed before the deadline", hint=hint, metadata=facts)
+
+    def _was_read(self, restore: Restore) -> None:
+        bad = restore.result.failed
+        if bad is not None and isinstance(restore.result.error, CorruptRecord):
             self._cache.note_corrupt(bad)
-        self._cache.release(message.lookup)
-        seq = self._sequences.get(message.row)
+        self._cache.release(restore.lookup)
+        seq = self._sequences.get(restore.row)
         if seq is None:
             return
-        if not message.result.ok:
+        if not restore.result.ok:
             seq.restore_tries += 1
-            log.warning("row %d: restore failed (%s)", seq.row, message.result.error)
+            log.warning("row %d: restore failed (%s)", seq.row, restore.result.error)
             if seq.restore_tries < RESTORE_TRIES:
                 self._begin_restore(seq)
             else:
-                self._open(seq, message.lookup.without_state(), None)
+                self._open(seq, restore.lookup.without_state(), None)
             return
-        self._open(seq, message.lookup, message.result)
+        self._open(seq, restore.lookup, restore.result)
 
     def _open(self, seq: Sequence, lookup: Lookup, read: FetchResult | None) -> None:
         seq.opened = self._clock()
@@ -275,9 +301,15 @@ class EngineLoop:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        tick = self._scheduler.plan()
+        tick = self._scheduler.plan(self._clock())
+        for row in tick.expired:
+            self._end(row, Failed(DeadlineUnmet("the deadline passed before the call's turn came")))
+        if tick.borrowed != self._borrowed:
+            self._borrowed = tick.borrowed
+            self._cache.store.lend(tick.borrowed)
         for row in tick.admit:
             self._guard(row, self._begin_restore, self._sequences[row])
+        self._restores.start()
         plan = self._orders(tick)
         if not plan:
             return
@@ -300,7 +332,7 @@ class EngineLoop:
             open=tuple(self._open_order(seq) for seq in opened if seq.row in self._sequences),
             prefill=tuple(prefill),
             sample=tuple(r for r in tick.finish_prefill if self._sequences[r].work.generation is not None),
-            decode=Decode(rows=tick.decode, captures=self._decode_captures(tick.decode)) if tick.decode else None,
+            decode=self._decode_order(tick) if tick.decode else None,
             close=tuple(closing),
         )
 
@@ -325,21 +357,24 @@ class EngineLoop:
             take = seq.recorder.capture(end, logits=kept)
         return Prefill(row=seq.row, tokens=seq.tokens[start:end], logits=stop, capture=take)
 
-    def _decode_captures(self, rows: tuple[RowId, ...]) -> dict[RowId, Capture]:
-        """Rows that this step takes across a block boundary and whose state may be asked for again."""
+    def _decode_order(self, tick: Tick) -> Decode:
+        """Takes the state of rows that this step takes across a block boundary, if it may be asked for again."""
         captures: dict[RowId, Capture] = {}
-        for row in rows:
+        for row in tick.decode:
             seq = self._sequences[row]
             end = seq.position + 1
             if seq.keeps_decoded:
                 seq.recorder.called(end, decoded=True)
                 if end % BLOCK_TOKENS == 0:
                     captures[row] = seq.recorder.capture(end, logits=False)
-        return captures
+        return Decode(rows=tick.decode, shared=tick.shared, captures=captures)
 
     def _apply(self, tick: Tick, plan: StepPlan, result: StepResult) -> None:
         now = self._clock()
         self.tokens_prefilled += result.prefill_tokens
+        if result.prefill_tokens >= BLOCK_TOKENS:
+            pace = result.prefill_seconds / result.prefill_tokens
+            self._pace = min(self._pace, pace) if self._pace else pace
         for row, failure in result.failed.items():
             if row in self._sequences:
                 self._end(row, Failed(_row_failure(failure)), closed=True)
@@ -480,6 +515,18 @@ class EngineLoop:
         if not closed:
             self._to_close.append(row)
         seq.emit(event)
+
+
+def _demand(work: Work) -> Demand:
+    return Demand(
+        prompt_tokens=len(work.tokens),
+        known_tokens=work.base.end if work.base is not None else 0,
+        new_tokens=work.most_new_tokens,
+        samples=work.generation is not None,
+        priority=work.priority,
+        group=work.group,
+        deadline=work.deadline,
+    )
 
 
 def _row_failure(failure: Exception) -> CallError:

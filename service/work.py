@@ -42,6 +42,9 @@ class Work:
     max_recompute_tokens: int | None = None
     progress: bool = False
     priority: int = 0
+    most_new_tokens: int = 0  # that the row may grow by
+    deadline: float | None = None  # on the engine loop's clock
+    group: str = ""  # works of one group go on from one fork: they are admitted together
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvcache.layout import CacheLayout
 from service.engine import cpu
+from service.footprint import Footprint
 
 log = logging.getLogger("kvfork.loading")
 
@@ -29,7 +30,7 @@ class ModelFacts:
     fingerprint: str
     context_tokens: int
     vocab_size: int
-    bytes_per_token: int  # of state, for layers that keep every token
+    footprint: Footprint
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -62,7 +63,7 @@ def load(folder: Path):
         fingerprint=fingerprint_of(folder, layout, report.compute_dtype or "stored"),
         context_tokens=int(text.get("max_position_embeddings") or 4096),
         vocab_size=_vocab_size(model, text),
-        bytes_per_token=probed.bytes_per_token,
+        footprint=probed.footprint,
         temperature=generation.get("temperature"),
         top_p=generation.get("top_p"),
         top_k=generation.get("top_k"),

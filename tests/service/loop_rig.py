@@ -119,6 +119,7 @@ class LoopRig:
         disk: int = 64 * MIB,
         rows: int = 4,
         queue: int = 8,
+        active: int | None = None,
         share_decoded: bool = False,
     ) -> None:
         self.now = 100.0
@@ -131,7 +132,10 @@ class LoopRig:
         self.cache = PrefixCache(
             self.store, self.engine._layout, "fake", share_decoded=share_decoded, clock=lambda: self.now
         )
-        self.scheduler = Scheduler(SchedulerConfig(max_rows=rows, max_queue=queue))
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_rows=rows, max_queue=queue, active_bytes=active, idle_bytes=memory)
+        )
+        self.scheduler.footprint = self.engine.footprint
         self.flushes = 0
         self.loop = EngineLoop(lambda: (self.engine, self.cache), self.scheduler, self._flushed, lambda: self.now)
         self.loop._engine, self.loop._cache = self.engine, self.cache
