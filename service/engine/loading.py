@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class ModelFacts:
 def load(folder: Path):
     """(model, ModelFacts). Raises UnsupportedLayer by name, or upstream's error on a folder that is no model."""
     mx = cpu.mlx()
-    from mlx.utils import tree_map
+    from mlx.utils import tree_flatten, tree_map
 
     from service.engine.probe import probe
     from service.engine.upstream import load_model
@@ -63,7 +63,7 @@ def load(folder: Path):
         fingerprint=fingerprint_of(folder, layout, report.compute_dtype or "stored"),
         context_tokens=int(text.get("max_position_embeddings") or 4096),
         vocab_size=_vocab_size(model, text),
-        footprint=probed.footprint,
+        footprint=replace(probed.footprint, weights=sum(a.nbytes for _, a in tree_flatten(model.parameters()))),
         temperature=generation.get("temperature"),
         top_p=generation.get("top_p"),
         top_k=generation.get("top_k"),

@@ -11,7 +11,6 @@ import statistics
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from service.engine import layers
@@ -30,7 +29,7 @@ class Probed:
     """What the calls showed."""
 
     layout: CacheLayout
-    footprint: Footprint
+    footprint: Footprint  # of a row; the weights are no part of it
 
 
 def probe(model) -> Probed:
@@ -65,13 +64,7 @@ def probe(model) -> Probed:
         or PADDING_MATTERS.get(type(model).__module__)
         or _why_alone(model, rows, [prompt[-1] for prompt in prompts])
     )
-    footprint = Footprint(per_token=per_token, fixed=fixed, weights=weight_bytes(model))
-    return Probed(layout=CacheLayout(tuple(specs), alone=alone), footprint=footprint)
-
-
-def weight_bytes(model) -> int:
-    """Bytes of all parameters."""
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return Probed(layout=CacheLayout(tuple(specs), alone=alone), footprint=Footprint(per_token=per_token, fixed=fixed))
 
 
 def _fixed_bytes(leaf, spec: LayerSpec) -> int:
