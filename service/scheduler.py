@@ -3,6 +3,9 @@
     QUEUED ─► RESTORING ─► PREFILL ─► DECODE ─► SAVING ─► DONE
        └──────────┴───────────┴─────────┴─────────┴──► DONE   (cancelled, failed, stopped, nothing more to do)
 
+A row whose state was lost in a failed call goes from DECODE back to RESTORING. While the last state of a row waits to
+be stored, it is paused: it makes no prefill call.
+
 * **Order.** A call ranks by the time at which it came, less a head start for its priority. So waiting lifts the lowest
   priority over any that comes later than the head start, and nobody waits for ever.
 * **Admission.** Rows reserve the bytes that they can grow to; what does not fit waits. Prompts with more than a block
@@ -47,7 +50,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RESTORING, State.DONE}),
     State.RESTORING: frozenset({State.PREFILL, State.DONE}),
     State.PREFILL: frozenset({State.DECODE, State.DONE}),
-    State.DECODE: frozenset({State.SAVING, State.DONE}),
+    State.DECODE: frozenset({State.RESTORING, State.SAVING, State.DONE}),
     State.SAVING: frozenset({State.DONE}),
     State.DONE: frozenset(),
 }
@@ -113,6 +116,7 @@ class Entry:
     length: int  # tokens once it decodes
     state: State = State.QUEUED
     calls: deque[Call] = field(default_factory=deque)
+    paused: bool = False
 
     @property
     def is_short(self) -> bool:
@@ -163,7 +167,8 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing to plan until somebody submits, or a restore arrives."""
-        return not self.count(State.PREFILL, State.DECODE, State.SAVING) and not self._admissible()
+        moving = (State.PREFILL, State.DECODE, State.SAVING)
+        return all(e.paused or e.state not in moving for e in self._entries.values()) and not self._admissible()
 
     def state(self, row: RowId) -> State:
         entry = self._entries.get(row)
@@ -210,6 +215,20 @@ class Scheduler:
         entry = self._entries[row]
         entry.calls.extend(calls)
         entry.left = sum(call.end - call.start for call in calls)
+
+    def lost(self, row: RowId) -> None:
+        """A decoding row's state is gone: it is restored anew."""
+        self._go(row, State.RESTORING)
+
+    def pause(self, row: RowId) -> None:
+        """No further prefill call for this row until `resume`; of no effect on a row past its prefill."""
+        if self.state(row) is State.PREFILL:
+            self._entries[row].paused = True
+
+    def resume(self, row: RowId) -> None:
+        """Takes `pause` back, if there was one."""
+        if row in self._entries:
+            self._entries[row].paused = False
 
     def finish(self, row: RowId, *, save: bool) -> None:
         """A decoding row is at its end; `save`: its state is wanted."""
@@ -286,7 +305,8 @@ class Scheduler:
         if not decoding:
             budget = max(budget, self._config.idle_prefill_tokens)
         budget -= CALL_TOKENS * saving
-        waiting = sorted((e for e in self._entries.values() if e.state is State.PREFILL), key=lambda e: e.rank)
+        waiting = [e for e in self._entries.values() if e.state is State.PREFILL and not e.paused]
+        waiting.sort(key=lambda e: e.rank)
         # Decode slots go by rank, so that nobody who is ready is passed by.
         slots = self._config.max_rows - decoding
         may_end = {e.row for e in [e for e in waiting if e.needs_slot_next][:slots]}

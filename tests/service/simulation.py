@@ -58,6 +58,7 @@ class Row:
     calls: list[Call] = field(default_factory=list)
     passed: Counter[str] = field(default_factory=Counter)  # ticks in a row in which its turn was due and did not come
     decoded: int = 0
+    paused: bool = False
 
 
 class Load:
@@ -110,9 +111,19 @@ class Load:
                 self.end(name)
             elif row.state is State.RESTORING and rng.random() < weather.restored:
                 self.restore(name, row)
+            elif row.state is State.PREFILL and rng.random() < (0.3 if row.paused else 0.02):
+                row.paused = not row.paused
+                row.passed.clear()
+                self.tell("pause" if row.paused else "resume", name)
+                self.seen["paused"] += row.paused
             elif row.state is State.DECODE:
                 full = row.decoded >= row.demand.new_tokens
-                if full or rng.random() < weather.ends:
+                if not full and rng.random() < 0.003:
+                    self.tell("lost", name)
+                    row.state = State.RESTORING
+                    row.passed.clear()
+                    self.seen["lost"] += 1
+                elif full or rng.random() < weather.ends:
                     self.finish(name, row, save=rng.random() < 0.5)
 
     def settle(self) -> None:
@@ -123,6 +134,9 @@ class Load:
                 self.restore(name, row)
             elif row.state is State.DECODE:
                 self.finish(name, row, save=True)
+            elif row.paused:
+                row.paused = False
+                self.tell("resume", name)
 
     def submit(self) -> None:
         rng = self.rng
@@ -257,7 +271,8 @@ class Load:
     def check_prefill(self, tick: Tick) -> None:
         rows = self.rows
         waiting = sorted(
-            ((name, row) for name, row in rows.items() if row.state is State.PREFILL), key=lambda e: e[1].rank
+            ((name, row) for name, row in rows.items() if row.state is State.PREFILL and not row.paused),
+            key=lambda e: e[1].rank,
         )
         left = {name: sum(call.end - call.start for call in row.calls) for name, row in waiting}
         slots = self.config.max_rows - len(tick.decode)
@@ -274,7 +289,7 @@ class Load:
         # Each row's own calls in order, and none behind one whose state is taken.
         taken: set[RowId] = set()
         for name, call in tick.prefill:
-            assert rows[name].state is State.PREFILL and name not in taken
+            assert rows[name].state is State.PREFILL and not rows[name].paused and name not in taken
             assert call == rows[name].calls.pop(0)
             if call.stop or call.end % BLOCK_TOKENS == 0:
                 taken.add(name)
@@ -304,6 +319,11 @@ class Load:
         under_way = [row for row in self.rows.values() if row.state is not State.QUEUED]
         assert len(under_way) <= 2 * self.config.max_rows
         assert self.limit is None or self.scheduler.reserved_bytes <= self.limit
+        moves = any(row.state not in (State.QUEUED, State.RESTORING) and not row.paused for row in self.rows.values())
+        if moves or not self.rows:
+            assert self.scheduler.is_idle == (not self.rows)
+        elif len(under_way) == 0:
+            assert not self.scheduler.is_idle  # somebody in the queue, and all rows free
 
 
 def perform(scheduler: Scheduler, event: tuple[object, ...]) -> Tick | None:
