@@ -59,7 +59,7 @@ class Config:
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
-    prefill_budget: int = 256
+    prefill_budget: int = 320
     share_decoded: bool = False
     drain_seconds: float = 30.0
     write_stall_seconds: float = 30.0

@@ -84,7 +84,7 @@ class SchedulerConfig:
 
     max_rows: int = 8  # decode at once
     max_queue: int = 256  # may wait beyond those that rows are free for
-    busy_prefill_tokens: int = BLOCK_TOKENS  # per tick while rows decode; the first call of a tick always fits
+    busy_prefill_tokens: int = BLOCK_TOKENS + 2 * CALL_TOKENS  # per tick while rows decode; its first call always fits
     idle_prefill_tokens: int = 2 * BLOCK_TOKENS + CALL_TOKENS  # while none do; a row makes one block's calls at most
     active_bytes: int | None = None  # all rows under way together
     idle_bytes: int = 0  # more, which kept state has to make room for
