@@ -26,8 +26,8 @@ class Footprint:
     weights: int = 0  # read by every call
 
     def row_bytes(self, tokens: int) -> int:
-        """Working state of one row of `tokens`, room for the block that it grows into included."""
-        return self.fixed + self.per_token * (tokens + -tokens % BLOCK_TOKENS)
+        """Working state of one row of `tokens`: caches grow by a block at a time, from wherever they stand."""
+        return self.fixed + self.per_token * (tokens + BLOCK_TOKENS)
 
     def share_calls(self, lengths: Sequence[int], *, room: int | None = None) -> Shared:
         """The rows of `lengths` (tokens) as decode calls. Padding never takes more than `room` bytes."""

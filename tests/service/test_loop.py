@@ -400,12 +400,12 @@ def sized() -> FakeEngine:
 
 
 def test_a_call_that_could_outgrow_all_memory_is_refused_and_others_wait_their_turn() -> None:
-    rig = LoopRig(engine=sized(), active=10 * 512, memory=0)
-    huge = rig.submit(prompt_of(500), generate=13, most_new_tokens=13)
+    rig = LoopRig(engine=sized(), active=10 * 1024, memory=0)
+    huge = rig.submit(prompt_of(750), generate=19, most_new_tokens=19)
     large = [rig.submit(prompt_of(250, n), generate=6, most_new_tokens=6) for n in range(4)]
     rig.turn()
     assert isinstance(huge.error, ActiveMemory)
-    assert huge.error.metadata == {"needBytes": "7680", "limitBytes": "5120"}
+    assert huge.error.metadata == {"needBytes": "10250", "limitBytes": "10240"}
     assert huge.error.retry_after is None  # waiting would not help
     assert [rig.state(heard) for heard in large] == [State.PREFILL, State.PREFILL, State.QUEUED, State.QUEUED]
     rig.run()
@@ -423,7 +423,7 @@ def test_rows_take_memory_from_kept_state_which_moves_to_disk_and_comes_back() -
     assert 0 < held <= 10 * 512
     rows = [rig.submit(prompt_of(250, n), generate=6, most_new_tokens=6) for n in range(7)]
     rig.turn()
-    assert rig.scheduler.reserved_bytes == 3 * 10 * 512  # of six rows
+    assert rig.scheduler.reserved_bytes == 3 * 10 * 512  # of three rows
     assert rig.store.stats().memory_bytes == 0
     rig.run()
     again = rig.submit([*prompt_of(900), 1], base=kept.nodes[900], generate=2)
