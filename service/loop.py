@@ -30,6 +30,7 @@ from service.work import Admitted, Ended, Failed, NodeAt, Prefilled, Tokens, Wor
 
 log = logging.getLogger("kvfork.loop")
 
+RELAX_AFTER = 1.0  # seconds without work after which working memory goes back to the system
 RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
 
 
@@ -175,9 +176,10 @@ class EngineLoop:
         return EngineFailed("the server has stopped")
 
     def _drain(self) -> None:
+        if not self._wait_for_work(RELAX_AFTER):
+            self._engine.relax()
+            self._wait_for_work(None)
         with self._wake:
-            while not self._inbox and self._scheduler.is_idle and not self._to_close:
-                self._wake.wait()
             messages, self._inbox = list(self._inbox), deque()
         for message in messages:
             match message:
@@ -189,6 +191,12 @@ class EngineLoop:
                     self._guard(message.row, self._asked_to_end, message)
                 case _Read():
                     self._guard(message.row, self._was_read, message)
+
+    def _wait_for_work(self, seconds: float | None) -> bool:
+        with self._wake:
+            return self._wake.wait_for(
+                lambda: bool(self._inbox or self._to_close) or not self._scheduler.is_idle, seconds
+            )
 
     def _accept(self, message: _Submit) -> None:
         generation = message.work.generation
