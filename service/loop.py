@@ -30,7 +30,7 @@ from service.work import Admitted, Ended, Failed, NodeAt, Prefilled, Tokens, Wor
 
 log = logging.getLogger("kvfork.loop")
 
-RELAX_AFTER = 1.0  # seconds without work after which working memory goes back to the system
+RELAX_AFTER = 5.0  # seconds without work after which working memory goes back to the system
 RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
 
 

@@ -118,7 +118,7 @@ def _talk(server: Server, length: int, seed: int, vocab: int) -> Talk:
 
 
 def _settled(server: Server) -> int:
-    time.sleep(2 * RELAX_AFTER)
+    time.sleep(1.2 * RELAX_AFTER)
     return resident_bytes(server.pid)
 
 
