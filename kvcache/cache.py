@@ -17,10 +17,11 @@ import secrets
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.blocks import BLOCK_TOKENS, block_key, root_key
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from kvcache.errors import StoreError
 from kvcache.journal import Journal
 from kvcache.keys import KeyRing
@@ -39,6 +40,7 @@ from kvcache.snapshots import (
 )
 from kvcache.store import TieredStore
 from kvcache.store_dir import boot_id
+from kvcache.thinning import Boundary, surplus_states, surplus_windows
 from kvcache.tree import BlockTree, Node
 
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
@@ -132,6 +134,7 @@ class PrefixCache:
         share_decoded: bool = False,
         clock: Callable[[], float] = time.time,
         durable: Durable | None = None,
+        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
         """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded."""
         assert store.durable == (durable is not None)
@@ -140,6 +143,7 @@ class PrefixCache:
         self.fingerprint = fingerprint
         self.limits = limits
         self.share_decoded = share_decoded
+        self.checkpoints = checkpoints
         self._clock = clock
         self._lock = threading.RLock()
         self._tree = BlockTree()
@@ -325,20 +329,72 @@ class PrefixCache:
         payloads: Mapping[RecordKind, bytes | bytearray],
         *,
         explicit: bool,
+        passing: Collection[RecordKind] = (),
+        patient: bool = False,
     ) -> Commit:
-        """Takes over the state behind `parent` + `tokens`. The node is held once for the caller: `let_go` it."""
+        """Takes over the state behind `parent` + `tokens`. The node is held once for the caller: `let_go` it.
+
+        `passing`: kinds that nobody asked for, whatever `explicit` says of the others. `patient`: if some of it is not
+        accepted, `put` will be called with the same payloads.
+        """
         with self._lock:
             self._forget_lost()
             node = self._tree.add(parent, tokens, schedule)
             node.holds += 1
+        return Commit(node=node, lost=self.put(node, payloads, explicit=explicit, passing=passing, patient=patient))
+
+    def put(
+        self,
+        node: Node,
+        payloads: Mapping[RecordKind, bytes | bytearray],
+        *,
+        explicit: bool,
+        passing: Collection[RecordKind] = (),
+        patient: bool = False,
+    ) -> PutResult | None:
+        """Hands state of a held node to the store; may be repeated. The first refusal that matters, if any."""
         lost: PutResult | None = None
         for kind, payload in payloads.items():
-            result = self.store.put(RecordId(node.key, kind), payload, explicit=explicit, key_id=node.key_id)
-            if not result.held and lost is None:
-                lost = result
-        if lost is not None:
-            node.lost = MissReason.NOT_WRITTEN
-        return Commit(node=node, lost=lost)
+            asked = explicit and kind not in passing
+            result = self.store.put(
+                RecordId(node.key, kind), payload, explicit=asked, key_id=node.key_id, patient=asked and patient
+            )
+            if not result.held:
+                node.lost = MissReason.NOT_WRITTEN
+                if lost is None and asked == explicit:
+                    lost = result
+        return lost
+
+    def thin(self, newest: Node) -> None:
+        """Gives up what the chain that ends at the boundary `newest` has too much of; call it as a run moves there."""
+        through = self.checkpoints.policy is CheckpointPolicy.THROUGH
+        has_state = RecordKind.STATE in self.layout.kinds
+        if newest.is_tail or (through and not (has_state and self.checkpoints.state_spacing)):
+            return
+        with self._lock:
+            path = newest.path()
+            chain = [
+                Boundary(
+                    here.end // BLOCK_TOKENS,
+                    held=here.holds > 0,
+                    parts=sum(not child.is_tail for child in here.children) > 1,
+                    tails=any(child.is_tail for child in here.children),
+                )
+                for here in path
+            ]
+            going: list[RecordId] = []
+            if has_state:
+                surplus = surplus_states(chain, self.checkpoints.state_spacing if through else None)
+                going += [RecordId(path[block - 1].key, RecordKind.STATE) for block in surplus]
+            if not through and RecordKind.WINDOW in self.layout.kinds:
+                surplus = surplus_windows(chain, self.layout.window)
+                going += [RecordId(path[block - 1].key, RecordKind.WINDOW) for block in surplus]
+            going = [record for record in going if self._has(record)]
+            for record in going:
+                node = self._tree.get(record.key)
+                assert node is not None
+                node.lost = MissReason.THINNED
+            self.store.delete(going)
 
     def hold(self, node: Node) -> Node:
         """Keeps `node` known; pairs with `let_go`."""
@@ -374,6 +430,7 @@ class PrefixCache:
             self._snapshots.expire(now)
             self._snapshots.add(snapshot)
             node.holds += 1
+            self.store.claim(self._records_of(snapshot))
             if snapshot.pinned:
                 self.store.pin(self._records_of(snapshot))
         return snapshot
@@ -550,6 +607,28 @@ class PrefixCache:
                 ),
             )
 
+    def recompute_tokens(self, node: Node, position: int) -> int:
+        """What a branch at `position` of `node`'s prefix would cost now: tokens computed again to stand there."""
+        with self._lock:
+            path = [here for here in node.path() if here.start < position]
+            plan = plan_restore(path, self.layout, self._has, target=position, more_follows=True)
+            return position - max(plan.position if plan else 0, self.checkpoints_before(node, position))
+
+    def why_recomputed(self, node: Node, position: int) -> MissReason:
+        """Why `recompute_tokens` is more than the grid's share; NONE if it is not."""
+        with self._lock:
+            stored = self.checkpoints_before(node, position)
+            for here in node.path():
+                missing = any(not self._has(RecordId(here.source, kind)) for kind in self.layout.kinds)
+                if stored < here.end <= position and missing:
+                    return here.lost
+            return MissReason.NONE
+
+    def stands(self, node: Node) -> bool:
+        """Whether all that standing at the end of `node` takes is stored."""
+        with self._lock:
+            return self._restorable(node)
+
     def stored_tokens(self, node: Node) -> tuple[int, int]:
         """How much of `node`'s prefix can be restored, and of how much of that some layer's state is on disk."""
         with self._lock:
@@ -570,6 +649,7 @@ class PrefixCache:
                 self.store.unpin(self._records_of(snapshot))
             old, snapshot.node = snapshot.node, node
             node.holds += 1
+            self.store.claim(self._records_of(snapshot))
             if pinned:
                 self.store.pin(self._records_of(snapshot))
             self._record_move(snapshot)

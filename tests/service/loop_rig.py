@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcache.cache import PrefixCache
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import Usage
 from kvcache.storage import MemoryStorage
@@ -120,21 +121,40 @@ class LoopRig:
         rows: int = 4,
         queue: int = 8,
         share_decoded: bool = False,
+        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
+        queue_bytes: int = MIB,
+        snapshot_wait: float = 10.0,
     ) -> None:
         self.now = 100.0
         self.engine = engine or FakeEngine(LAYOUT)
         self.storage = MemoryStorage()
         config = StoreConfig(
-            memory_bytes=memory, disk_bytes=disk, queue_bytes=MIB, segment_bytes=4096, min_free_bytes=0
+            memory_bytes=memory,
+            disk_bytes=disk,
+            queue_bytes=queue_bytes,
+            segment_bytes=4096,
+            min_free_bytes=0,
+            policy=checkpoints.policy,
         )
         self.store = TieredStore(config, self.storage, clock=lambda: self.now)
         self.cache = PrefixCache(
-            self.store, self.engine._layout, "fake", share_decoded=share_decoded, clock=lambda: self.now
+            self.store,
+            self.engine._layout,
+            "fake",
+            share_decoded=share_decoded,
+            clock=lambda: self.now,
+            checkpoints=checkpoints,
         )
         self.scheduler = Scheduler(SchedulerConfig(max_rows=rows, max_queue=queue))
         self.flushes = 0
-        self.loop = EngineLoop(lambda: (self.engine, self.cache), self.scheduler, self._flushed, lambda: self.now)
-        self.loop._engine, self.loop._cache = self.engine, self.cache
+        self.loop = EngineLoop(
+            lambda: (self.engine, self.cache),
+            self.scheduler,
+            self._flushed,
+            lambda: self.now,
+            snapshot_wait=snapshot_wait,
+        )
+        self.loop._take_over(self.engine, self.cache)
         self.heard: list[Heard] = []
 
     def _flushed(self) -> None:
@@ -184,7 +204,9 @@ class LoopRig:
     def turn(self) -> bool:
         """One step; False if there is nothing to do."""
         loop = self.loop
-        if not loop._inbox and loop._scheduler.is_idle and not loop._to_close:
+        deadline = loop._parking.next_deadline()
+        due = deadline is not None and deadline <= self.now
+        if not loop._inbox and loop._scheduler.is_idle and not loop._to_close and not due:
             return False
         loop._drain()
         loop._tick()
