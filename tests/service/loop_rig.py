@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from kvcache.cache import PrefixCache
 from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import Usage
-from kvcache.storage import MemoryStorage
+from kvcache.storage import MemoryStorage, Storage
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
 from service.engine.fake import FakeEngine
@@ -124,7 +125,10 @@ class LoopRig:
         checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
         queue_bytes: int = MIB,
         snapshot_wait: float = 10.0,
+        storage: Storage | None = None,
+        started: bool = False,
     ) -> None:
+        """`storage`: what to write to, and no `damage` then. `started`: the store's thread runs, as it does in life."""
         self.now = 100.0
         self.engine = engine or FakeEngine(LAYOUT)
         self.storage = MemoryStorage()
@@ -136,7 +140,7 @@ class LoopRig:
             min_free_bytes=0,
             policy=checkpoints.policy,
         )
-        self.store = TieredStore(config, self.storage, clock=lambda: self.now)
+        self.store = TieredStore(config, storage or self.storage, clock=lambda: self.now)
         self.cache = PrefixCache(
             self.store,
             self.engine._layout,
@@ -156,6 +160,8 @@ class LoopRig:
         )
         self.loop._take_over(self.engine, self.cache)
         self.heard: list[Heard] = []
+        if started:
+            self.store.start()
 
     def _flushed(self) -> None:
         self.flushes += 1
@@ -219,6 +225,14 @@ class LoopRig:
                 return
             assert self.turn(), f"{heard.events} never reached {state}"
         raise AssertionError(state)
+
+    def run_beside_the_disk(self, seconds: float = 60.0) -> None:
+        """Turns until every work has ended, while the store's own thread reads and writes."""
+        patience = time.monotonic() + seconds
+        while any(heard.end is None for heard in self.heard):
+            if not self.turn():
+                assert time.monotonic() < patience, [heard.events for heard in self.heard if heard.end is None]
+                time.sleep(0.001)
 
     def run(self, *, steps: int = 100_000) -> None:
         """Turns, reading the disk as well, until nothing is left to do."""
