@@ -13,6 +13,7 @@ import pytest
 from kvcache.checkpoints import Checkpoints
 from kvcache.records import PutResult, RecordId, RecordKind, Tier
 from service.events import FinishReason
+from service.runtime import store_full
 from service.scheduler import State
 from service.work import Ended, NodeAt
 from tests.service.loop_rig import Heard, LoopRig
@@ -212,3 +213,11 @@ def test_random_histories_on_a_slow_disk_end_every_work_once_and_tell_the_truth(
             if not why:
                 assert rig.cache.stands(each.nodes[end])
     rig.settle()
+
+
+def test_what_could_not_be_kept_is_told_with_its_cause_and_a_time_to_retry() -> None:
+    error = store_full(PutResult.SKIPPED_QUEUE_FULL.name)
+    assert (error.reason, error.metadata, error.retry_after) == ("STORE_FULL", {"cause": "QUEUE_FULL"}, 1.0)
+    assert "did not get on in time" in error.text
+    told = store_full("no room for 5 bytes")  # a text of the store's
+    assert told.metadata == {} and told.text.endswith("no room for 5 bytes")
