@@ -408,8 +408,8 @@ class EngineLoop:
         passing = () if final else seq.take_at(end).passing
         waits = seq.explicit and self._snapshot_wait > 0
         commit = seq.recorder.commit(end, payloads, explicit=seq.explicit, passing=passing, patient=waits)
-        refused = commit.lost is not None and commit.lost.may_pass
-        if waits and (refused or self._parking.holds(seq.row)):
+        lost = commit.lost
+        if waits and ((lost is not None and lost.may_pass) or self._parking.holds(seq.row)):
             place = Place(
                 node=commit.node,
                 end=end,
@@ -422,7 +422,8 @@ class EngineLoop:
                 self._scheduler.pause(seq.row)
                 self._ask_when_written()
                 return
-        self._kept(seq, commit.node, end, commit.lost.name if commit.lost and seq.explicit else "", final=final)
+            lost = self._cache.put(place.node, place.payloads, explicit=True)  # the last try counts as skipped
+        self._kept(seq, commit.node, end, lost.name if lost and seq.explicit else "", final=final)
 
     def _settle_parked(self) -> None:
         """Offers what is parked to the store again, and goes on where it was taken or its time is over."""

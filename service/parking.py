@@ -16,7 +16,8 @@ from kvcache.tree import Node
 from service.plan import Payloads, RowId
 
 PARKED_PER_ROW = 4
-"""Decoding goes on while a boundary is parked: a row may come to the next one. More than this is lost at once."""
+"""Decoding goes on while a boundary is parked: a row may come to the next one. More than this is lost at once, but for
+the row's end, which is always its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Parking:
     def park(self, row: RowId, place: Place) -> bool:
         """False if the row has too much parked already; then nothing has changed."""
         places = self._rows.setdefault(row, deque())
-        if len(places) >= PARKED_PER_ROW:
+        if len(places) >= PARKED_PER_ROW and not place.final:
             return False
         places.append(place)
         return True

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache.checkpoints import Checkpoints
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.records import PutResult, RecordId, RecordKind, Tier
 from service.events import FinishReason
 from service.runtime import store_full
@@ -180,10 +180,13 @@ def test_with_the_disk_standing_still_a_rollback_right_after_a_generation_recomp
     rig.settle()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_histories_on_a_slow_disk_end_every_work_once_and_tell_the_truth(seed: int) -> None:
     rng = random.Random(seed)
-    rig = slow_rig(rows=rng.randrange(1, 5), queue=100)
+    policy = list(CheckpointPolicy)[seed % 3]
+    checkpoints = Checkpoints(policy=policy, state_spacing=rng.choice([0, 2, 4]))
+    disk = 0 if policy is CheckpointPolicy.OFF else 1 << 26
+    rig = slow_rig(rows=rng.randrange(1, 5), queue=100, checkpoints=checkpoints, disk=disk)
     heard = []
     for _ in range(40):
         length = rng.choice([5, 256, 300, 700, 1300])
