@@ -94,6 +94,7 @@ class Scheduler:
         self._config = config
         self._entries: dict[RowId, Entry] = {}
         self._turn: deque[RowId] = deque()  # rows in PREFILL, next one first
+        self._paused: set[RowId] = set()  # of them: rows whose last state waits to be stored
         self._arrivals = 0
 
     def __repr__(self) -> str:
@@ -106,9 +107,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing to plan until somebody submits, or a restore arrives."""
-        return not any(e.state in (State.PREFILL, State.DECODE, State.SAVING) for e in self._entries.values()) and not (
-            self._next_admitted()
+        busy = any(
+            e.state in (State.PREFILL, State.DECODE, State.SAVING) and e.row not in self._paused
+            for e in self._entries.values()
         )
+        return not busy and not self._next_admitted()
 
     def state(self, row: RowId) -> State:
         entry = self._entries.get(row)
@@ -132,6 +135,15 @@ class Scheduler:
         self._go(row, State.PREFILL)
         self._entries[row].calls.extend(calls)
         self._turn.append(row)
+
+    def pause(self, row: RowId) -> None:
+        """No further prefill call for this row until `resume`; of no effect on a row past its prefill."""
+        if self.state(row) is State.PREFILL:
+            self._paused.add(row)
+
+    def resume(self, row: RowId) -> None:
+        """Takes `pause` back, if there was one."""
+        self._paused.discard(row)
 
     def finish(self, row: RowId, *, save: bool) -> None:
         """A decoding row is at its end; `save`: its state is wanted."""
@@ -165,7 +177,7 @@ class Scheduler:
         budget = self._config.busy_prefill_tokens if busy else self._config.idle_prefill_tokens
         calls: list[tuple[RowId, Call]] = []
         finished: list[RowId] = []
-        for row in list(self._turn):
+        for row in [row for row in self._turn if row not in self._paused]:
             entry = self._entries[row]
             took = False
             while entry.calls and (not calls or entry.calls[0].end - entry.calls[0].start <= budget):
@@ -200,6 +212,7 @@ class Scheduler:
         if state not in TRANSITIONS[entry.state]:
             raise IllegalTransition(f"row {row}: {entry.state.value} -> {state.value}")
         entry.state = state
+        self._paused.discard(row)
         if state is State.DONE:
             del self._entries[row]
             if row in self._turn:
