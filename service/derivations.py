@@ -214,6 +214,7 @@ class Derivations:
                 keep=frozenset({position}),
                 generation=None,
                 known_tokens=position,
+                known_reason=cache.why_recomputed(source.node, position),
             )
             events, usage = await self._rt.run(work, None)
         finally:

@@ -362,7 +362,7 @@ class Scheduler:
             raise IllegalTransition(f"row {row}: {entry.state.value} -> {state.value}")
         if entry.state is State.QUEUED:
             self._queue.remove(entry)
-        entry.state = state
+        entry.state, entry.paused = state, False
         if state is State.DONE:
             del self._entries[row]
 

@@ -24,3 +24,7 @@ class Engine(Protocol):
     def active_bytes(self) -> int:
         """Bytes of working KV state held for rows."""
         ...
+
+    def relax(self) -> None:
+        """Gives memory that no row needs back to the system; called when nothing has run for a while."""
+        ...

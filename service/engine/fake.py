@@ -78,6 +78,9 @@ class FakeEngine:
     def active_bytes(self) -> int:
         return sum(4 * len(row.tokens) for row in self._rows.values())
 
+    def relax(self) -> None:
+        """Holds no memory but its rows'."""
+
     def continuation(self, tokens: Sequence[int], count: int, sampling: Sampling | None = None) -> list[int]:
         """The `count` tokens that any row goes on with after `tokens`."""
         state, picked = after(START, tokens), []

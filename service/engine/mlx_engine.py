@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvcache.layout import CacheLayout
-from service.engine import layers
+from service.engine import cpu, layers
 from service.engine.groups import decode_batch
 from service.engine.heads import last_position
 from service.engine.sampling import RowSampler, pick_all
@@ -65,6 +65,10 @@ class MlxEngine:
     def active_bytes(self) -> int:
         apart = sum(layers.nbytes(row.caches) for row in self._rows.values() if row.caches is not None)
         return apart + sum(array.nbytes for array in self._batch.live())
+
+    def relax(self) -> None:
+        mx.clear_cache()
+        cpu.trim_heap()
 
     # -- orders ---------------------------------------------------------------------------------------------------
 

@@ -729,3 +729,31 @@ def test_a_step_that_takes_too_long_shows() -> None:
     listener.end()
     loop.close()
     assert next(now) == 0
+
+
+class Restful(FakeEngine):
+    """Counts how often it was told to give memory back."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT)
+        self.rests, self.rested = 0, threading.Event()
+
+    def relax(self) -> None:
+        self.rests += 1
+        self.rested.set()
+
+
+def test_memory_is_given_back_once_each_time_that_work_has_ceased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.loop.RELAX_AFTER", 0.01)
+    engine = Restful()
+    rig = LoopRig(engine=engine)
+    loop = threaded(lambda: (rig.engine, rig.cache))
+    loop.start()
+    for times in (1, 2, 3):
+        assert engine.rested.wait(60)
+        assert engine.rests == times  # and not once more while it goes on waiting
+        engine.rested.clear()
+        listener = Listener()
+        loop.submit(short_work(), listener)
+        assert isinstance(listener.end(), Ended)
+    loop.close()
