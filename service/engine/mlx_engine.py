@@ -118,8 +118,9 @@ class MlxEngine:
             if not self._batch.rows:
                 return
             logits = self._batch.step(self._model, [self._rows[row].token for row in self._batch.rows])
+            # With the state: recurrent state that no logit needed yet would grow its graph.
+            mx.eval(logits, self._batch.live())
             picks = pick_all(logits, [self._rows[row].sampler for row in self._batch.rows])
-            mx.eval(self._batch.live())  # recurrent state that no logit needed yet: unevaluated, its graph would grow
             for row, what in order.captures.items():
                 if row in self._batch.rows:
                     result.captured[row] = self._batch.capture(row, what)
