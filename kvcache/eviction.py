@@ -145,7 +145,9 @@ class EvictionOrder:
         """A record is gone, as its owner wished or by accident; returns what only it had made useful."""
         unit = self._units[record.key]
         self._part(unit, unit.members[record.kind])
-        affected = self._drop(unit) if unit.standing and not unit.members else [unit]
+        # Where something follows, no run comes back to make it whole again: one that does will put it again.
+        passed = bool(unit.children) and unit.place is not None and record.kind in unit.place.kinds
+        affected = self._drop(unit) if unit.standing and (passed or not unit.members) else [unit]
         self._note(unit)
         return self._sweep(affected)
 

@@ -65,9 +65,17 @@ class World:
     def reach(self, spot: Spot) -> list[Spot]:
         return [s for s in spot.chain()[1:] if s.end > spot.end - self.window] if WINDOW in self.kinds else []
 
-    def put(self, spot: Spot, *, size: int = 100, tier: Tier = Tier.DISK, logits: bool = False) -> None:
+    def put(
+        self,
+        spot: Spot,
+        *,
+        size: int = 100,
+        tier: Tier = Tier.DISK,
+        logits: bool = False,
+        kinds: tuple[RecordKind, ...] | None = None,
+    ) -> None:
         self.ticks += 1
-        for kind in (*self.kinds, *((LOGITS,) if logits else ())):
+        for kind in (*(kinds if kinds is not None else self.kinds), *((LOGITS,) if logits else ())):
             record = RecordId(spot.key, kind)
             if record not in self.held:
                 member = self.held[record] = Held(record, size, tier)
@@ -93,6 +101,12 @@ class World:
         self.ticks += 1
         for kind in (*self.kinds, LOGITS):
             self.order.used(RecordId(spot.key, kind), self.ticks)
+
+    def lose(self, spot: Spot, kind: RecordKind) -> set[str]:
+        """A record is gone without the order's doing; what goes with it."""
+        record = RecordId(spot.key, kind)
+        del self.held[record]
+        return self.forget(self.order.leave(record))
 
     def pop(self, tier: Tier = Tier.DISK) -> set[str]:
         """What goes next, as `kind name`."""
@@ -201,26 +215,25 @@ def test_what_only_a_dropped_place_needed_goes_with_it() -> None:
     world = World((FULL, STATE))
     world.chain("a", 3)
     for i in (0, 1):
-        record = RecordId(world.spots[f"a{i}"].key, STATE)
-        del world.held[record]
-        assert world.forget(world.order.leave(record)) == set()
-    world.now = 10 * HALF_LIFE_SECONDS
+        assert world.lose(world.spots[f"a{i}"], STATE) == set()
     assert world.pop() == {"full a2", "state a2", "full a1", "full a0"}
     assert len(world.order) == 0
 
 
+def test_a_place_that_was_passed_takes_the_rest_of_its_own_with_it() -> None:
+    world = World((FULL, WINDOW, STATE), window=256)
+    world.chain("a", 3, logits=True)
+    assert world.lose(world.spots["a1"], STATE) == {"window a1", "logits a1"}
+    assert not world.useless()
+
+
 def test_a_chain_on_its_way_to_a_mark_stays_when_a_tail_beside_it_goes() -> None:
     world = World((FULL, STATE))
-    world.chain("a", 2)
-    world.put(world.spot("tail", "a1", tokens=30), size=1)
-    for i in (0, 1):
-        record = RecordId(world.spots[f"a{i}"].key, STATE)
-        del world.held[record]
-        world.order.leave(record)
-    for kind in (FULL, STATE):
-        record = RecordId(world.spots["tail"].key, kind)
-        del world.held[record]
-        assert world.forget(world.order.leave(record)) == set()
+    world.chain("a", 1)
+    world.put(world.spot("a1", "a0"), kinds=(FULL,))
+    world.put(world.spot("tail", "a1", tokens=30))
+    for spot, kind in (("tail", FULL), ("tail", STATE)):
+        assert world.lose(world.spots[spot], kind) == set()
     assert RecordId(world.spots["a1"].key, FULL) in world.held
 
 
@@ -294,8 +307,7 @@ def test_random_histories_keep_the_rules(kinds: tuple[RecordKind, ...], window: 
                 world.order.moved(member, before_move)
             case "lose" if world.held:
                 record = rng.choice(sorted(world.held))
-                del world.held[record]
-                world.forget(world.order.leave(record))
+                world.lose(next(s for s in spots if s.key == record.key), record.kind)
             case "pop":
                 tier = rng.choice([Tier.DISK, Tier.MEMORY])
                 before, useless = dict(world.held), world.useless()
