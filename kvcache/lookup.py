@@ -151,7 +151,7 @@ class Matcher:
             tail = path[-1] if path and path[-1].end > position else None
             if tail is None or tail.lost is MissReason.NOT_WRITTEN:
                 return MissReason.BETWEEN_CHECKPOINTS
-        for node in path:
+        for node in reversed(path):  # had the deepest been there, nothing before it would have been missed
             kinds = self._stock.layout.kinds
             if node.end > position and any(not self._stock.has(RecordId(node.source, kind)) for kind in kinds):
                 return node.lost
