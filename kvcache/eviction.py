@@ -146,6 +146,11 @@ class EvictionOrder:
         """Somebody is at work there: until `unguard` none of its records goes, and so none that they stand on."""
         self._guarded.add(key)
 
+    def keeps_something(self, key: bytes) -> bool:
+        """Whether anything would have gone but for this guard."""
+        unit = self._units.get(key)
+        return key in self._parked or (unit is not None and not unit.standing)
+
     def unguard(self, key: bytes) -> list[Member]:
         """Returns what nothing has needed for as long as that."""
         self._guarded.discard(key)

@@ -193,8 +193,11 @@ class RecordIndex:
         """Evict nothing of this key."""
         self._order.guard(key)
 
-    def unguard(self, key: bytes) -> None:
+    def unguard(self, key: bytes) -> bool:
+        """Whether that makes room, or may."""
+        kept = self._order.keeps_something(key)
         self._evict(self._order.unguard(key))
+        return kept
 
     def is_pinned(self, record: RecordId) -> bool:
         return record in self._pins

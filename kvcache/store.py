@@ -7,7 +7,8 @@ used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follo
 Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
 belong to the I/O thread alone; other threads leave freed extents in the index for it.
 
-Process memory held: `memory_bytes`, at most twice `queue_bytes` of pending payloads, and one sealed record.
+Process memory held: `memory_bytes`, at most twice `queue_bytes` of pending payloads, one sealed record, and what
+`kvcache.buffers` keeps idle.
 """
 
 from __future__ import annotations
@@ -217,8 +218,8 @@ class TieredStore:
 
     def unguard(self, key: bytes) -> None:
         with self._lock:
-            self._index.unguard(key)
-            self._disk.room_was_made()
+            if self._index.unguard(key):
+                self._disk.room_was_made()
 
     def pin(self, records: Iterable[RecordId]) -> None:
         """Count one more use of each: until `unpin`, none is evicted. They need not be held yet."""

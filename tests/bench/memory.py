@@ -1,4 +1,4 @@
-"""Memory of many long conversations that are all kept, and of a fork; and that every one comes back exactly.
+"""Memory of many long conversations that are all kept, of long prompts at once, and of a fork; and that all come back.
 
 The server runs with a memory budget that holds half of the conversations' global state. *Base* is its resident memory
 when one prompt of 600 tokens was answered and let go of, less what its store still holds: what MKL and the interpreter
@@ -6,17 +6,27 @@ keep after their first calls depends on neither the number nor the length of con
 is the growth from there to when all conversations are kept, over the budget and one active row. Each reading waits
 until the server has been idle for long enough to give working memory back; the same line tells the growth with the
 working memory of a prefill still in it (`busy_mib`).
+
+`memory.extra_over_uncheckpointed`: long prompts sent at once to a model of Gemma 3's shape (five window layers to a
+global one). Ours is the most that working caches, the memory tier and the writer's queue took together, each at its
+worst; against it, what the same prompts take where every layer keeps every token, which is what going back to any of
+their boundaries takes without checkpoints. No working memory of model calls is in either; `resident_mib` is the most by
+which the process grew from the loaded model, with all of it.
 """
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
+from service.config import default_scratch_dir
 from service.loop import RELAX_AFTER
+from service.models.tiny import CONFIGS, build_tiny
 from tests.bench.ours import TIMED, Reply, Server, raw
 from tests.bench.report import Figure, Options, emit, note, resident_bytes
 from tests.bench.texts import some_tokens
@@ -38,6 +48,7 @@ def run(options: Options) -> None:
     count = 3 if options.quick else 8
     _kept(model, length, count)
     _fork(model, length, 8)
+    _at_once(*((3, 600) if options.quick else (8, 8000)))
 
 
 def _kept(model: str, length: int, count: int) -> None:
@@ -106,6 +117,64 @@ def _kept(model: str, length: int, count: int) -> None:
                 "disk_tokens": sum(reply.usage.disk_tokens for reply in warm),
                 "memory_tokens": sum(reply.usage.memory_tokens for reply in warm),
                 "recomputed_tokens": sum(reply.usage.recomputed_tokens for reply in warm),
+            },
+        )
+    )
+
+
+def _at_once(count: int, length: int) -> None:
+    config = {**CONFIGS["tiny-gemma3"], "num_hidden_layers": 18, "sliding_window_pattern": 6}
+    answer = 16
+    with ExitStack() as stack:
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfork-bench-", dir=default_scratch_dir()))
+        )
+        CONFIGS["bench-window-heavy"] = config
+        build_tiny("bench-window-heavy", folder)
+        with Server(str(folder)) as probe:
+            per_token = probe.get_model().bytes_per_token  # of the global layers
+        budget = count * length * per_token // 2
+        flags = ("--memory-bytes", str(budget), "--disk-bytes", "4GiB", "--max-batch", str(count))
+        server = stack.enter_context(Server(str(folder), *flags, program=TIMED))
+        vocab = server.get_model().vocab_size
+        server.generate(raw(tokens=some_tokens(8, 1, vocab)), 4)
+        loaded, stored, resident = resident_bytes(server.pid), 0, 0
+
+        def go(number: int) -> Reply:
+            return server.generate(
+                raw(tokens=some_tokens(length, number, vocab)), answer, mark_prompt_end=True, save=True
+            )
+
+        with ThreadPoolExecutor(count) as pool:
+            running = [pool.submit(go, number) for number in range(count)]
+            while not all(call.done() for call in running):
+                stats = server.stats()
+                stored = max(stored, stats.memory_bytes + stats.pending_bytes)
+                resident = max(resident, resident_bytes(server.pid) - loaded)
+                time.sleep(0.1)
+            replies = [call.result() for call in running]
+        stats = server.stats()
+        active = max(step["active"] for step in server.ended_steps())
+    layers, global_layers = config["num_hidden_layers"], config["num_hidden_layers"] // config["sliding_window_pattern"]
+    whole = count * (length + answer) * per_token * layers // global_layers
+    emit(
+        Figure(
+            metric="memory.extra_over_uncheckpointed",
+            value=(active + stored) / whole,
+            unit="ratio",
+            ours=(active + stored) / MIB,
+            against=whole / MIB,
+            peer="the same prompts with every layer keeping every token",
+            model="tiny-gemma3 with 18 layers, 3 of them global",
+            n=count,
+            extra={
+                "sides_unit": "MiB",
+                "active_mib": active / MIB,
+                "stored_mib": stored / MIB,
+                "resident_mib": resident / MIB,
+                "disk_mib": stats.disk_bytes / MIB,
+                "skipped": sum(stats.checkpoints_skipped.values()),
+                "saved": sum(bool(reply.snapshot) for reply in replies),
             },
         )
     )

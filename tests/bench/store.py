@@ -1,17 +1,24 @@
-"""The record store alone: what its disk tier costs beside plain files, what encryption costs, how long planning takes.
+"""The record store: what its disk tier costs beside plain files, what encryption costs, how long planning and
+committing take, what a thousand snapshots hold in memory, and what checkpoints cost a decoding chat.
 
-Records have the size of one 256-token boundary of Gemma 3 270M's window layers. Plain files do with the same bytes what
-the store does (write without sync, since an ephemeral store promises nothing across a power cut; read back from the
-page cache), so a ratio of 1 would mean that format, checksum, encryption, index and thread cost nothing.
+Records have the size of one 256-token boundary of Gemma 3 270M's window layers. The plain file has the same bytes on
+the same file system and does with them what the store does: written without a sync, since an ephemeral store promises
+nothing across a power cut, and read back from the page cache, as many records into buffers of their own as a restore
+reads at once, after which the buffers are let go. Both have written and read one record before, so that neither pays
+for fresh memory. A ratio of 1 would mean that format, checksum, encryption, index and thread cost nothing.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvcache.blocks import BLOCK_TOKENS
@@ -24,10 +31,13 @@ from kvcache.storage import MemoryStorage
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
 from service.config import default_scratch_dir
+from tests.bench.ours import Server, raw
 from tests.bench.report import Bystanders, Figure, Options, Quiet, emit, median, note, spread
+from tests.bench.texts import some_tokens
 
 MIB = 1 << 20
 GEMMA3 = CacheLayout((*[LayerSpec(LayerKind.WINDOW, 512)] * 15, *[LayerSpec(LayerKind.FULL)] * 3))
+RESTORE_RECORDS = 2  # a window of 512 reaches into two blocks
 GEMMA3_WINDOW_RECORD = 15 * 2 * BLOCK_TOKENS * 256 * 4  # layers × (K, V) × tokens × head_dim × float32
 
 
@@ -88,6 +98,8 @@ def run(options: Options) -> None:
             others=busy,
         )
     _planning(options)
+    _snapshots(100 if options.quick else 1000)
+    _decoding(options, quiet)
 
 
 def _both(seconds: tuple[float, float], total: int) -> str:
@@ -97,15 +109,20 @@ def _both(seconds: tuple[float, float], total: int) -> str:
 def _raw(folder: Path, payloads: Sequence[bytes]) -> tuple[float, float]:
     """Seconds to write and to read back."""
     path = folder / "plain"
+    path.write_bytes(payloads[0])
+    path.read_bytes()
+    path.unlink()
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for payload in payloads:
             file.write(payload)
     written = time.perf_counter()
     with path.open("rb", buffering=0) as file:
-        for payload in payloads:
-            buffer = bytearray(len(payload))
-            file.readinto(buffer)
+        for first in range(0, len(payloads), RESTORE_RECORDS):
+            buffers = [bytearray(len(payload)) for payload in payloads[first : first + RESTORE_RECORDS]]
+            for buffer in buffers:
+                file.readinto(buffer)
+            del buffers, buffer
     done = time.perf_counter()
     path.unlink()
     return written - began, done - written
@@ -124,15 +141,17 @@ def _stored(folder: Path, payloads: Sequence[bytes], *, encrypt: bool) -> tuple[
         )
     )
     store.start()
-    names = [RecordId(i.to_bytes(32, "big"), RecordKind.WINDOW) for i in range(len(payloads))]
+    first, *names = [RecordId(i.to_bytes(32, "big"), RecordKind.WINDOW) for i in range(len(payloads) + 1)]
+    assert store.put(first, payloads[0], explicit=True).held and store.flush(300) and store.fetch_now([first]).ok
     began = time.perf_counter()
     for name, payload in zip(names, payloads, strict=True):
         assert store.put(name, payload, explicit=True).held
     assert store.flush(300)
     written = time.perf_counter()
-    for name in names:
-        result = store.fetch_now([name])
-        assert result.ok and result.tiers == [Tier.DISK]
+    for begin in range(0, len(names), RESTORE_RECORDS):
+        result = store.fetch_now(names[begin : begin + RESTORE_RECORDS])
+        assert result.ok and set(result.tiers) == {Tier.DISK}
+        del result
     done = time.perf_counter()
     store.close()
     return written - began, done - written
@@ -165,7 +184,18 @@ def _planning(options: Options) -> None:
             )
             planned.append(time.perf_counter() - began)
             assert plan is not None and plan.position == tokens
+        committed = _commit(cache, base, 5 if options.quick else 25)
         cache.store.close()
+        emit(
+            Figure(
+                metric=f"store.commit_{tokens // 1024}k_ms",
+                value=1000 * median(committed),
+                unit="ms",
+                model="layout of gemma3",
+                n=len(committed),
+                extra={"spread": spread([1000 * seconds for seconds in committed]), "blocks": tokens // BLOCK_TOKENS},
+            )
+        )
         emit(
             Figure(
                 metric=f"store.plan_{tokens // 1024}k_ms",
@@ -180,6 +210,77 @@ def _planning(options: Options) -> None:
                 },
             )
         )
+
+
+def _commit(cache: PrefixCache, base: Node, rounds: int) -> list[float]:
+    """Seconds to publish one more block behind `base` and a snapshot of it, copying of state and writing apart."""
+    seconds: list[float] = []
+    for number in range(rounds):
+        block = array("I", [number] * BLOCK_TOKENS)
+        payloads = {RecordKind.FULL: b"f", RecordKind.WINDOW: b"w", RecordKind.LOGITS: b"l"}
+        began = time.perf_counter()
+        schedule = prefill_schedule(base.end, base.end + BLOCK_TOKENS, ())
+        done = cache.commit(base, block, schedule, payloads, explicit=True)
+        cache.thin(done.node)
+        cache.add_snapshot("bench", done.node, Keep(snapshot_id=f"committed-{number}"), parent=None)
+        cache.let_go(done.node)
+        seconds.append(time.perf_counter() - began)
+        assert done.lost is None
+        cache.store.run_pending()
+    return seconds
+
+
+def _snapshots(count: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.snapshots_alone", str(count)], check=True, capture_output=True, text=True
+    )
+    found = json.loads(done.stdout)
+    emit(
+        Figure(
+            metric="store.memory_per_1000_snapshots_mib",
+            value=found["grown"] / MIB * 1000 / count,
+            unit="MiB",
+            model="names, tree and index of one conversation",
+            n=1,
+            extra={"snapshots": count, "records": found["records"], "disk_mib": found["disk"] / MIB},
+        )
+    )
+
+
+def _decoding(options: Options, quiet: Quiet) -> None:
+    """One chat, long enough to pass a boundary for every 256 tokens, with checkpoints written and with none."""
+    model = options.model or ("tiny-gemma3" if options.quick else "gemma3")
+    rounds = 1 if options.quick else options.runs or 5
+    prompt, answer = (200, 80) if options.quick else (500, 280)
+    speeds: dict[str, list[float]] = {"through": [], "off": []}
+    with ExitStack() as stack:
+        servers = {how: stack.enter_context(Server(model, "--checkpoints", how)) for how in speeds}
+        others = Bystanders([server.pid for server in servers.values()])
+        vocab = servers["off"].get_model().vocab_size
+        for number in range(rounds):
+            order = list(speeds)[:: 1 if number % 2 else -1]
+            for how in order:
+                quiet.wait()
+                reply = servers[how].generate(raw(tokens=some_tokens(prompt, number, vocab)), answer)
+                speeds[how].append((len(reply.times) - 1) / (reply.times[-1] - reply.times[0]))
+            note(f"  decode with checkpoints {speeds['through'][-1]:.2f}, without {speeds['off'][-1]:.2f} tokens/s")
+        written = servers["through"].stats().checkpoints_written
+        assert written and not servers["off"].stats().checkpoints_written
+    ratios = [on / off for on, off in zip(speeds["through"], speeds["off"], strict=True)]
+    emit(
+        Figure(
+            metric="store.decode_on_over_off",
+            value=median(ratios),
+            unit="ratio",
+            ours=median(speeds["through"]),
+            against=median(speeds["off"]),
+            peer="the same server with --checkpoints off",
+            model=model,
+            n=rounds,
+            extra={"spread": spread(ratios), "sides_unit": "tokens/s", "checkpoints_written": written},
+        ),
+        others=others.cores(),
+    )
 
 
 def _filled(tokens: int) -> PrefixCache:

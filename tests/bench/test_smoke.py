@@ -33,6 +33,7 @@ PROMISED = {
         "memory.restored_exactly",
         "memory.fork8_over_ideal",
         "memory.fork8_active_over_ideal",
+        "memory.extra_over_uncheckpointed",
     },
     "batch": {"batch.max_logprob_difference_4_vs_1", "batch.token_agreement_4_vs_1"},
     "store": {
@@ -40,6 +41,9 @@ PROMISED = {
         "store.restore_over_raw_read",
         "store.encrypted_over_plain",
         "store.plan_1k_ms",
+        "store.commit_1k_ms",
+        "store.memory_per_1000_snapshots_mib",
+        "store.decode_on_over_off",
     },
     "rpc": {"rpc.overhead_per_token_us", "rpc.ttft_overhead_ms"},
 }
