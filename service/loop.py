@@ -26,6 +26,7 @@ from service.events import FinishReason
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
 from service.scheduler import QueueIsFull, Scheduler, State, Tick
 from service.sequence import Sequence
+from service.text.stream import Piece
 from service.work import Admitted, Ended, Failed, NodeAt, Prefilled, Tokens, Work, WorkEvent
 
 log = logging.getLogger("kvfork.loop")
@@ -314,6 +315,7 @@ class EngineLoop:
             sampling=generation.sampling if generation else None,
             top_logprobs=generation.top_logprobs if generation else None,
             context=seq.work.tokens,
+            constraint=generation.constraint if generation else None,
         )
 
     @staticmethod
@@ -326,15 +328,15 @@ class EngineLoop:
         return Prefill(row=seq.row, tokens=seq.tokens[start:end], logits=stop, capture=take)
 
     def _decode_captures(self, rows: tuple[RowId, ...]) -> dict[RowId, Capture]:
-        """Rows that this step takes across a block boundary and whose state may be asked for again."""
+        """Rows that this step takes across a block boundary or to a mark, whose state may be asked for again."""
         captures: dict[RowId, Capture] = {}
         for row in rows:
             seq = self._sequences[row]
             end = seq.position + 1
             if seq.keeps_decoded:
                 seq.recorder.called(end, decoded=True)
-                if end % BLOCK_TOKENS == 0:
-                    captures[row] = seq.recorder.capture(end, logits=False)
+                if end % BLOCK_TOKENS == 0 or end == seq.mark_at:
+                    captures[row] = seq.recorder.capture(end, logits=end == seq.mark_at)
         return captures
 
     def _apply(self, tick: Tick, plan: StepPlan, result: StepResult) -> None:
@@ -382,7 +384,9 @@ class EngineLoop:
     def _commit(self, seq: Sequence, end: int, result: StepResult, *, final: bool = False) -> None:
         """The state at `end` goes to the cache; a place that somebody asked for is handed out."""
         node, lost = seq.recorder.commit(end, result.captured.get(seq.row, {}), explicit=seq.explicit)
-        if final or end in seq.work.keep:
+        if end == seq.mark_at:
+            seq.emit(NodeAt(self._cache.hold(node), lost, final=False, reasoning_end=True))
+        if (final and seq.keeps_state) or end in seq.work.keep:
             seq.emit(NodeAt(node, lost, final=final))
         elif seq.rehomes and seq.work.base is not None and end == seq.work.base.end:
             seq.emit(NodeAt(node, lost, final=False, rehome=True))
@@ -397,11 +401,24 @@ class EngineLoop:
         seq.last_token = now
         seq.tokens.append(pick.token)
         seq.completion += 1
-        piece = generation.text.push(pick.token)
-        seq.emit(Tokens(piece.text, len(seq.tokens) - 1, [pick]))
+        piece = generation.text.push(pick.token, last=pick.last)
+        self._say(seq, piece, [pick])
+        if piece.reasoning_ended and generation.mark_reasoning:
+            seq.mark_at = len(seq.tokens)
         if piece.finish is not None:
             seq.stop, seq.stop_token_id = piece.stop, piece.stop_token_id
             self._finish(seq, piece.finish, save=generation.save, flush=False)
+
+    @staticmethod
+    def _say(seq: Sequence, piece: Piece, picked: list[Picked]) -> None:
+        """The piece's text by channel; `picked` goes with its own."""
+        end = len(seq.tokens)
+        for spoken in piece.before:
+            seq.emit(Tokens(spoken.text, end - len(picked), [], spoken.channel))
+        if picked or piece.text:
+            seq.emit(Tokens(piece.text, end - len(picked), picked, piece.channel))
+        for spoken in piece.after:
+            seq.emit(Tokens(spoken.text, end, [], spoken.channel))
 
     def _check_time_limits(self, now: float) -> None:
         for seq in list(self._sequences.values()):
@@ -437,9 +454,9 @@ class EngineLoop:
             piece = generation.text.end(reason)
             if piece.finish is not None:
                 reason, seq.stop = piece.finish, piece.stop
-            if piece.text:
-                seq.emit(Tokens(piece.text, len(seq.tokens), []))
+            self._say(seq, piece, [])
         seq.finish_reason = reason
+        save = save or seq.mark_at == len(seq.tokens)
         self._scheduler.finish(seq.row, save=save)
         if not save:
             self._ended(seq, reason)

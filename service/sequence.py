@@ -48,6 +48,7 @@ class Sequence:
         self.announced = False
         self.restore_tries = 0
         self.finish_reason: FinishReason | None = None
+        self.mark_at: int | None = None  # the reasoning's end, once it is known and asked for
         self.stop: str | None = None
         self.stop_token_id: int | None = None
 
@@ -60,12 +61,16 @@ class Sequence:
     @property
     def explicit(self) -> bool:
         """Whether a caller holds on to what is stored: then it is not skipped when the writer is busy."""
-        return bool(self.work.keep) or self.keeps_state or self.rehomes
+        return bool(self.work.keep) or self.keeps_state or self.rehomes or self._marks_reasoning
 
     @property
     def keeps_decoded(self) -> bool:
         """Whether blocks that decode makes are worth keeping."""
-        return self.keeps_state or self._share_decoded
+        return self.keeps_state or self._share_decoded or self._marks_reasoning
+
+    @property
+    def _marks_reasoning(self) -> bool:
+        return self.work.generation is not None and self.work.generation.mark_reasoning
 
     def keeps(self, end: int) -> bool:
         """Whether the state at exactly `end` of the prompt is wanted, with its logits."""

@@ -122,7 +122,14 @@ class FakeEngine:
         assert row.logits is not None, f"row {name} has no logits to pick from"
         row.token = self._next(row.logits, row.order.sampling, row.drawn)
         row.drawn += 1
-        result.picked[name] = Picked(row.token)
+        constraint = row.order.constraint
+        if constraint is None:
+            result.picked[name] = Picked(row.token)
+            return
+        allowed = constraint.allowed()
+        fitting = [token for token in range(self._vocab) if allowed[token >> 3] >> (token & 7) & 1]
+        row.token = fitting[row.token % len(fitting)]
+        result.picked[name] = Picked(row.token, last=constraint.took(row.token))
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ any global state. Greedy rows without extras share one argmax over the batch and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
@@ -44,13 +44,16 @@ class RowSampler:
         s = self._s
         return bool(s.frequency_penalty or s.presence_penalty) or s.repetition_penalty not in (None, 1.0)
 
-    def pick(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+    def pick(self, logits: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array | None]:
         """Draws from `logits` (vocab,). Returns the token (lazy scalar) and, where asked for, log-probabilities.
 
-        The token is negative where penalties and bias leave nothing finite to pick.
+        `mask` (vocab,): True for tokens that may be picked; log-probabilities do not know of it. The token is negative
+        where penalties, bias and mask leave nothing finite to pick.
         """
         logits = self._adjusted(logits.astype(mx.float32))
         logprobs = logits - mx.logsumexp(logits) if self._top is not None else None
+        if mask is not None:
+            logits = mx.where(mask, logits, float("-inf"))
         if not self._s.temperature:
             return _if_any(logits, mx.argmax(logits)), logprobs
         # Less its largest first: divided by a tiny temperature, only the rest may overflow, to -inf.
@@ -89,20 +92,28 @@ class RowSampler:
         return logits
 
 
-def pick_all(logits: mx.array, samplers: Sequence[RowSampler]) -> list[Picked | Exception]:
+def pick_all(
+    logits: mx.array, samplers: Sequence[RowSampler], masks: Mapping[int, mx.array | Exception] | None = None
+) -> list[Picked | Exception]:
     """One pick for each row of `logits` (rows, vocab), with one wait for the device.
 
-    A row whose sampling raises, or whose logits are not finite, gets its exception; the others are not disturbed.
+    `masks`: of constrained rows, by index; an exception is that row's end. A row whose sampling raises, or whose logits
+    are not finite, gets its exception; the others are not disturbed.
     """
-    plain = [i for i, sampler in enumerate(samplers) if sampler.plain]
+    masks = masks or {}
+    plain = [i for i, sampler in enumerate(samplers) if sampler.plain and i not in masks]
     shared = mx.argmax(logits, axis=-1) if plain else None
     # max carries NaN through, and one reduction is cheap beside the argmax.
     sound = mx.isfinite(mx.max(logits, axis=-1))
     drawn: dict[int, tuple[mx.array, mx.array | None] | Exception] = {}
     for i, sampler in enumerate(samplers):
-        if not sampler.plain:
+        if not sampler.plain or i in masks:
+            mask = masks.get(i)
+            if isinstance(mask, Exception):
+                drawn[i] = mask
+                continue
             try:
-                drawn[i] = sampler.pick(logits[i])
+                drawn[i] = sampler.pick(logits[i], mask)
             except Exception as error:  # a row's own knobs must never hurt its neighbours
                 drawn[i] = error
     lazy = [sound] + ([shared] if shared is not None else [])
@@ -119,7 +130,7 @@ def pick_all(logits: mx.array, samplers: Sequence[RowSampler]) -> list[Picked | 
         elif isinstance(entry, Exception):
             picks.append(entry)
         elif (token := entry[0].item()) < 0:
-            picks.append(BadLogits("penalties and bias leave no token to pick"))
+            picks.append(BadLogits("penalties, bias and constraint leave no token to pick"))
         else:
             picks.append(sampler.took(token, entry[1]))
     return picks

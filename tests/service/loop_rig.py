@@ -32,8 +32,8 @@ class PlainText:
         self._left = most
         self.ended = 0
 
-    def push(self, token: int) -> Piece:
-        self._left -= 1
+    def push(self, token: int, *, last: bool = False) -> Piece:
+        self._left = 0 if last else self._left - 1
         return Piece(text=f"{token} ", finish=FinishReason.MAX_TOKENS if self._left == 0 else None)
 
     def end(self, reason: FinishReason) -> Piece:
