@@ -179,9 +179,29 @@ class _Vocabulary:
         self.bos_token_id = codec.bos_id
         self.tokens = [codec.token_bytes(token) for token in range(codec.vocab_size)]
         self.special_token_ids = sorted(token for token in codec.special_ids if token < codec.vocab_size)
+        self._ids = {data: token for token, data in enumerate(self.tokens) if data and token not in codec.special_ids}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._codec.encode_continuation(text if isinstance(text, str) else text.decode(errors="replace"))
+        """The tokens of exactly this text: where a form leaves one way to go on, llguidance allows no other."""
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._codec.encode_continuation(data.decode(errors="replace"))
+        return ids if self._codec.bytes_of(ids) == data else self._greedy(data)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """Half characters, and tokenizers that put spaces behind added tokens too; empty if no tokens spell it."""
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            for length in range(min(self._longest, len(data) - at), 0, -1):
+                token = self._ids.get(data[at : at + length])
+                if token is not None:
+                    break
+            else:
+                return []
+            ids.append(token)
+            at += length
+        return ids
 
 
 def _with(mask: bytes, tokens: Iterable[int]) -> bytes:

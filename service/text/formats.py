@@ -77,7 +77,7 @@ class Format:
 
 def detect(codec: TextCodec) -> Format:
     """The format of a model."""
-    if all(codec.added_id(mark) is not None for mark in _HARMONY):
+    if all(codec.added_id(mark) is not None and mark in codec.template_source for mark in _HARMONY):
         return Format((), harmony=True)
     spans = [Span(*marks, TextChannel.REASONING) for marks in _REASONING if _writes(codec, *marks)]
     spans += [Span(*marks, TextChannel.TOOL_CALL) for marks in _TOOL_CALLS if _writes(codec, *marks)]

@@ -277,7 +277,7 @@ class Broken(RowSampler):
     def plain(self) -> bool:
         return False
 
-    def pick(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+    def pick(self, logits: mx.array, mask: mx.array | None = None) -> tuple[mx.array, mx.array | None]:
         raise ZeroDivisionError
 
 

@@ -289,10 +289,10 @@ class BadText(PlainText):
         super().__init__(4)
         self.where = where
 
-    def push(self, token: int) -> Piece:
+    def push(self, token: int, *, last: bool = False) -> Piece:
         if self.where == "push":
             raise KeyError("as planned")
-        return super().push(token)
+        return super().push(token, last=last)
 
     def end(self, reason: FinishReason) -> Piece:
         if self.where == "end":
