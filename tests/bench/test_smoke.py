@@ -22,6 +22,7 @@ PROMISED = {
         "chat.decode_2_over_1",
         "chat.host_share_of_step",
     },
+    "constraint": {"chat.unconstrained_beside_constrained"},
     "memory": {
         "memory.extra_over_budget",
         "memory.restored_exactly",
