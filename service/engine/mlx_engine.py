@@ -16,7 +16,7 @@ from kvcache.layout import CacheLayout
 from service.engine import layers
 from service.engine.batch import decode_batch
 from service.engine.heads import last_position
-from service.engine.sampling import RowSampler, pick_all
+from service.engine.sampling import Mask, RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
 from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult, TokenMask
 
@@ -167,11 +167,11 @@ class MlxEngine:
             self._rows.pop(row, None)
 
 
-def _mask(constraint: TokenMask, vocab_size: int) -> mx.array | Exception:
+def _mask(constraint: TokenMask, vocab_size: int) -> Mask | Exception:
     """True for each token that may be picked, (vocab_size,); what a constraint raises is its row's end."""
     try:
         bits = np.unpackbits(np.frombuffer(constraint.allowed(), dtype=np.uint8), bitorder="little")[:vocab_size]
     except Exception as error:  # whatever a grammar can raise must not end the other rows
         return error
     # A head may be wider than the vocabulary: what lies beyond is no token.
-    return mx.array(np.pad(bits, (0, vocab_size - len(bits))).astype(bool))
+    return np.pad(bits, (0, vocab_size - len(bits))).view(np.bool_)
