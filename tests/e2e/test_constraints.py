@@ -18,10 +18,10 @@ from tests.e2e.live import GREEDY, Answer, LiveServer, chat, generate, greedy, p
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "name": {"type": "string", "minLength": 1, "maxLength": 10},
         "age": {"type": "integer", "minimum": 0, "maximum": 130},
         "role": {"enum": ["pilot", "cook", "teacher"]},
-        "skills": {"type": "array", "items": {"type": "string", "maxLength": 10}, "minItems": 1, "maxItems": 2},
+        "skills": {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 1, "maxItems": 2},
         "address": {
             "type": "object",
             "properties": {
@@ -31,7 +31,7 @@ PERSON: dict[str, Any] = {
             "required": ["city", "zip"],
             "additionalProperties": False,
         },
-        "rating": {"type": ["number", "null"]},
+        "rating": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 5}, {"type": "null"}]},
     },
     "required": ["name", "age", "role", "skills", "address"],
     "additionalProperties": False,
@@ -61,8 +61,9 @@ def check_persons(server: LiveServer, count: int) -> None:
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda seed: of_schema(server, seed), range(count)))
     for answer in answers:
+        # It ended by itself: cut, it would be no whole text.
+        assert answer.finished.reason == inference_pb.FINISH_REASON_STOP, answer.text
         jsonschema.validate(json.loads(answer.text), PERSON)
-        assert answer.finished.reason in (inference_pb.FINISH_REASON_STOP, inference_pb.FINISH_REASON_EOS)
     assert len({answer.text for answer in answers}) > count // 2
 
 
@@ -71,6 +72,7 @@ def test_twenty_outputs_of_a_schema_are_valid(server_for: Callable[[str], LiveSe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_hundred_outputs_of_a_schema_are_valid(server_for: Callable[[str], LiveServer]) -> None:
     check_persons(server_for("smollm2"), 200)
 
