@@ -80,7 +80,7 @@ def test_two_hundred_outputs_of_a_schema_are_valid(server_for: Callable[[str], L
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma3", "tiny-qwen3_5", "gemma3"])
 def test_each_kind_of_form_on_each_kind_of_model(server_for: Callable[[str], LiveServer], model: str) -> None:
     server = server_for(model)
-    for seed in (1, 2, 3):
+    for seed in (1, 2, 3) if model.startswith("tiny") else (1,):
         hot = pb.Sampling(temperature=1.5, seed=seed)
         text = generate(server, constrained(SPEAK, regex=r"[A-Z][a-z]{1,9} (é|漢|🙂)\.", sampling=hot)).text
         assert text[0].isupper() and text[-1] == "."
