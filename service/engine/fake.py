@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvcache.blocks import token_bytes
 from kvcache.layout import CacheLayout, LayerKind
 from kvcache.records import RecordKind
+from service.errors import CallError
 from service.plan import Capture, OpenRow, Payloads, Picked, Prefill, Restored, RowId, StepPlan, StepResult
 from service.request import Sampling
 
@@ -91,7 +92,7 @@ class FakeEngine:
             return
         try:
             act()
-        except ValueError as error:  # a row's own failure; anything else is a broken engine
+        except (ValueError, CallError) as error:  # a row's own failure; anything else is a broken engine
             result.failed[row] = error
 
     def _open(self, order: OpenRow) -> None:

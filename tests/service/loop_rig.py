@@ -14,7 +14,7 @@ from kvcache.tree import Node
 from service.engine.fake import FakeEngine
 from service.events import FinishReason
 from service.loop import EngineLoop
-from service.plan import RowId
+from service.plan import RowId, TokenMask
 from service.request import Sampling, Stopping
 from service.scheduler import Scheduler, SchedulerConfig, State
 from service.text.stream import Piece
@@ -153,6 +153,8 @@ class LoopRig:
         sampling: Sampling = GREEDY,
         text: PlainText | None = None,
         owner: str = "a",
+        constraint: TokenMask | None = None,
+        mark_reasoning: bool = False,
         **work: object,
     ) -> Heard:
         generation = None
@@ -164,6 +166,8 @@ class LoopRig:
                 text=text or PlainText(generate),  # type: ignore[arg-type]
                 save=save,
                 save_on_cancel=save_on_cancel,
+                constraint=constraint,
+                mark_reasoning=mark_reasoning,
             )
         heard = Heard()
         asked = Work(
