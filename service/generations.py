@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from functools import partial
@@ -28,6 +29,7 @@ class Generations:
         self._rt = runtime
 
     async def generate(self, call: GenerateCall, owner: str) -> AsyncIterator[Event]:
+        deadline = time.monotonic() + call.deadline if call.deadline is not None else None
         loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
         if call.save is not None:
             handles.check_new(owner, [call.save, *(m.options for m in call.marks)])
@@ -66,6 +68,10 @@ class Generations:
                 max_recompute_tokens=call.max_recompute_tokens,
                 progress=call.output.progress,
                 priority=call.priority,
+                most_new_tokens=min(most, room),
+                deadline=deadline,
+                # Children of one fork restore the same state; so do calls that go on from one snapshot.
+                group=f"{owner} {parent.parent or parent.id}" if parent else "",
             )
             generation = f"generations/{secrets.token_hex(12)}"
             channel, row = self._rt.submit(work)

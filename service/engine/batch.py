@@ -1,4 +1,4 @@
-"""The rows that decode: in one model call where the layout allows it, else one call each. Owns their caches meanwhile.
+"""Rows that decode: in one model call where the layout allows it, else one call each. Owns their caches meanwhile.
 
 Both forms take rows in normal form and give them back in normal form; a row's place is its index in `rows`.
 """
@@ -42,11 +42,6 @@ class DecodeBatch(Protocol):
     def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
         """The records of a row that stands at `what.end`; `logits` (1, vocab) are those of its last position."""
         ...
-
-
-def decode_batch(layout: CacheLayout) -> DecodeBatch:
-    """An empty batch of the form that the layout allows."""
-    return OneCallEach(layout) if layout.alone else OneCall(layout)
 
 
 class OneCall:
@@ -95,6 +90,9 @@ class OneCallEach:
     @property
     def rows(self) -> list[RowId]:
         return list(self._caches)
+
+    def arrange(self, calls: tuple[tuple[RowId, ...], ...]) -> None:
+        """Rows share nothing here."""
 
     def join(self, rows: list[RowId], caches: list[list]) -> None:
         self._caches.update(zip(rows, caches, strict=True))

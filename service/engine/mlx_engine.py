@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.layout import CacheLayout
-from service.engine import layers
-from service.engine.batch import decode_batch
+from service.engine import cpu, layers
+from service.engine.groups import decode_batch
 from service.engine.heads import last_position
 from service.engine.sampling import Mask, RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
+from service.footprint import Footprint
 from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult, TokenMask
 
 
@@ -33,18 +34,23 @@ class _Row:
 class MlxEngine:
     """See `service.engine.Engine`."""
 
-    def __init__(self, model, layout: CacheLayout) -> None:
+    def __init__(self, model, layout: CacheLayout, footprint: Footprint | None = None) -> None:
+        self.footprint = footprint or Footprint()
         self._model = model
         self._last_position = last_position(model)
         self._layout = layout
         self._rows: dict[RowId, _Row] = {}
         self._batch = decode_batch(layout)
+        self.payloads_decoded = 0  # records that were made arrays: one that several rows restore at once counts once
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         self._leave(plan.leave)
+        payloads = layers.SharedPayloads([order.restored for order in plan.open if order.restored is not None])
         for order in plan.open:
-            self._guard(order.row, result, self._open, order)
+            self._guard(order.row, result, self._open, order, payloads)
+        self.payloads_decoded += payloads.decoded
+        del payloads
         began = time.perf_counter()
         for call in plan.prefill:
             self._guard(call.row, result, self._prefill, call, result)
@@ -62,6 +68,10 @@ class MlxEngine:
         apart = sum(layers.nbytes(row.caches) for row in self._rows.values() if row.caches is not None)
         return apart + sum(array.nbytes for array in self._batch.live())
 
+    def relax(self) -> None:
+        mx.clear_cache()
+        cpu.trim_heap()
+
     # -- orders ---------------------------------------------------------------------------------------------------
 
     def _guard(self, row: RowId, result: StepResult, act, *args) -> None:
@@ -73,14 +83,14 @@ class MlxEngine:
         except Exception as error:  # whatever a model or a record can raise is this row's end, not the engine's
             result.failed[row] = error
 
-    def _open(self, order: OpenRow) -> None:
+    def _open(self, order: OpenRow, payloads: layers.SharedPayloads) -> None:
         sampler = None
         if order.sampling is not None:
             sampler = RowSampler(order.sampling, order.top_logprobs, order.context)
         row = _Row(make_prompt_cache(self._model), sampler, order.constraint)
         self._rows[order.row] = row
         if order.restored is not None:
-            row.logits = layers.restore(row.caches, self._layout, order.restored)
+            row.logits = layers.restore(row.caches, self._layout, order.restored, payloads)
 
     def _prefill(self, call: Prefill, result: StepResult) -> None:
         row = self._rows[call.row]
@@ -105,6 +115,7 @@ class MlxEngine:
         self._leave([row for row in self._batch.rows if row not in order.rows])
         rows = [row for row in order.rows if row not in result.failed]
         try:
+            self._batch.arrange(order.shared or (order.rows,))
             self._join([row for row in rows if row not in self._batch.rows])
             if not self._batch.rows:
                 return

@@ -23,6 +23,12 @@ PROMISED = {
         "chat.host_share_of_step",
     },
     "constraint": {"chat.unconstrained_beside_constrained"},
+    "fair": {
+        "fair.longest_gap_in_chunks",
+        "fair.longest_gap_over_peer",
+        "fair.long_ttft_over_alone",
+        "fair.short_ttft_in_chunks",
+    },
     "memory": {
         "memory.extra_over_budget",
         "memory.restored_exactly",
