@@ -16,6 +16,8 @@ from service.events import ModelState, ModelView
 from service.open_store import KeySource, OpenStore, open_store
 from service.rpc.server import serve
 from service.runtime import Loaded
+from service.text.constraint import Grammars
+from service.text.formats import detect
 from service.text.tokens import TextCodec
 
 log = logging.getLogger("kvfork")
@@ -75,7 +77,15 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             default_top_p=1.0 if facts.top_p is None else facts.top_p,
             default_top_k=facts.top_k or 0,
         )
-        return Loaded(engine=MlxEngine(model, facts.layout, facts.footprint), cache=cache, codec=codec, view=view)
+        channels = detect(codec)
+        return Loaded(
+            engine=MlxEngine(model, facts.layout, facts.footprint),
+            cache=cache,
+            codec=codec,
+            view=view,
+            channels=channels,
+            grammars=Grammars(codec, channels),
+        )
 
     return load
 

@@ -9,6 +9,7 @@
     ├── SnapshotIdTaken / SnapshotInUse / SnapshotQuota / StoreFull
     ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
     ├── TurnOpen / TemplateNotAppendable / TemplateMissing
+    ├── ConstraintFailed      no token fits the constraint any more
     ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
     └── Internal              ours: fixed text, incident id
 
@@ -188,6 +189,12 @@ class TemplateMissing(CallError):
     """The model has no chat template: only raw input works."""
 
     reason = "TEMPLATE_MISSING"
+
+
+class ConstraintFailed(CallError):
+    """The form that was asked for leaves no token, or is too costly to follow: INVALID_ARGUMENT for that row alone."""
+
+    reason = "CONSTRAINT_FAILED"
 
 
 class RequestInProgress(CallError):

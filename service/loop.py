@@ -30,6 +30,7 @@ from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepP
 from service.restores import Read, Restore, Restores
 from service.scheduler import Demand, NeverFits, QueueIsFull, Scheduler, State, Tick
 from service.sequence import Sequence
+from service.text.stream import Piece
 from service.work import Admitted, Ended, Failed, NodeAt, Prefilled, Tokens, Work, WorkEvent
 
 log = logging.getLogger("kvfork.loop")
@@ -379,6 +380,7 @@ class EngineLoop:
             sampling=generation.sampling if generation else None,
             top_logprobs=generation.top_logprobs if generation else None,
             context=seq.work.tokens,
+            constraint=generation.constraint if generation else None,
         )
 
     @staticmethod
@@ -391,15 +393,17 @@ class EngineLoop:
         return Prefill(row=seq.row, tokens=seq.tokens[start:end], logits=stop, capture=take)
 
     def _decode_order(self, tick: Tick) -> Decode:
-        """Takes the state of rows that this step takes across a block boundary, if it may be asked for again."""
+        """Takes the state of rows that this step takes across a block boundary or to a mark, if it may be wanted."""
         captures: dict[RowId, Capture] = {}
         for row in tick.decode:
             seq = self._sequences[row]
             end = seq.position + 1
             if seq.keeps_decoded:
                 seq.recorder.called(end, decoded=True)
-                if end % BLOCK_TOKENS == 0:
-                    captures[row] = seq.recorder.capture(end, logits=False, kinds=seq.take_at(end).kinds)
+                kept = seq.keeps(end)
+                if kept or end % BLOCK_TOKENS == 0:
+                    kinds = None if kept else seq.take_at(end).kinds
+                    captures[row] = seq.recorder.capture(end, logits=kept, kinds=kinds)
         return Decode(rows=tick.decode, shared=tick.shared, captures=captures)
 
     def _apply(self, tick: Tick, plan: StepPlan, result: StepResult) -> None:
@@ -507,11 +511,13 @@ class EngineLoop:
         """State was stored, or lost for a reason; a place that somebody asked for is handed out."""
         seq.lost = seq.lost or lost
         rehome = seq.rehomes and seq.work.base is not None and end == seq.work.base.end
-        if not final and end not in seq.work.keep and not rehome:
-            self._cache.let_go(node)
-            return
         if seq.lost and not lost and not self._cache.stands(node):
             lost = seq.lost  # something before this place is missing
+        if end == seq.mark_at:
+            seq.emit(NodeAt(self._cache.hold(node), lost, final=False, reasoning_end=True))
+        if not (final and seq.keeps_state) and end not in seq.work.keep and not rehome:
+            self._cache.let_go(node)
+            return
         seq.emit(NodeAt(node, lost, final=final, rehome=rehome and not final and end not in seq.work.keep))
 
     def _picked(self, seq: Sequence, pick: Picked, now: float) -> None:
@@ -522,11 +528,24 @@ class EngineLoop:
         seq.last_token = now
         seq.tokens.append(pick.token)
         seq.completion += 1
-        piece = generation.text.push(pick.token)
-        seq.emit(Tokens(piece.text, len(seq.tokens) - 1, [pick]))
+        piece = generation.text.push(pick.token, last=pick.last)
+        self._say(seq, piece, [pick])
+        if piece.reasoning_ended and generation.mark_reasoning:
+            seq.mark_at = len(seq.tokens)
         if piece.finish is not None:
             seq.stop, seq.stop_token_id = piece.stop, piece.stop_token_id
             self._finish(seq, piece.finish, save=generation.save, flush=False)
+
+    @staticmethod
+    def _say(seq: Sequence, piece: Piece, picked: list[Picked]) -> None:
+        """The piece's text by channel; `picked` goes with its own."""
+        end = len(seq.tokens)
+        for spoken in piece.before:
+            seq.emit(Tokens(spoken.text, end - len(picked), [], spoken.channel))
+        if picked or piece.text:
+            seq.emit(Tokens(piece.text, end - len(picked), picked, piece.channel))
+        for spoken in piece.after:
+            seq.emit(Tokens(spoken.text, end, [], spoken.channel))
 
     def _check_time_limits(self, now: float) -> None:
         for seq in list(self._sequences.values()):
@@ -562,9 +581,9 @@ class EngineLoop:
             piece = generation.text.end(reason)
             if piece.finish is not None:
                 reason, seq.stop = piece.finish, piece.stop
-            if piece.text:
-                seq.emit(Tokens(piece.text, len(seq.tokens), []))
+            self._say(seq, piece, [])
         seq.finish_reason = reason
+        save = save or seq.mark_at == len(seq.tokens)
         self._scheduler.finish(seq.row, save=save)
         if not save:
             self._ended(seq, reason)

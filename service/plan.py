@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NewType, Protocol
 
 from kvcache.records import RecordKind
 from service.request import Sampling
@@ -37,6 +37,18 @@ class Capture:
     kinds: tuple[RecordKind, ...]
 
 
+class TokenMask(Protocol):
+    """Which tokens a row may pick. Used by the engine thread alone once the row is open."""
+
+    def allowed(self) -> bytes:
+        """One bit a token, lowest first, for the next pick. Asking twice changes nothing. An exception ends the row."""
+        ...
+
+    def took(self, token: int) -> bool:
+        """Notes a pick; True if nothing can follow it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRow:
     """A new row, empty or restored. `context` is its prompt, for penalties."""
@@ -46,6 +58,7 @@ class OpenRow:
     sampling: Sampling | None  # None: the row never samples
     top_logprobs: int | None
     context: Sequence[int]
+    constraint: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +105,12 @@ class TopPick:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """A token that a row picked; log-probabilities only where asked for."""
+    """A token that a row picked; log-probabilities only where asked for. `last`: its constraint lets nothing follow."""
 
     token: int
     logprob: float | None = None
     top: tuple[TopPick, ...] = ()
+    last: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

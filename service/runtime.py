@@ -36,6 +36,8 @@ from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
 from service.resolve import Prompt, refuse_hopeless, resolve_prompt
+from service.text.constraint import Grammars
+from service.text.formats import Format
 from service.text.tokens import TextCodec
 from service.work import Ended, Failed, NodeAt, Work
 
@@ -56,6 +58,8 @@ class Loaded:
     cache: PrefixCache
     codec: TextCodec
     view: ModelView
+    channels: Format
+    grammars: Grammars
 
 
 @dataclass(slots=True, eq=False)
@@ -210,12 +214,12 @@ class Runtime:
             raise
 
     @staticmethod
-    def engine_places(places: list[int], parent: Snapshot | None) -> frozenset[int]:
-        """Places that lie beyond the parent: the engine will pass them."""
-        return frozenset(p for p in places if parent is None or p > parent.token_count)
+    def engine_places(places: Sequence[int | None], parent: Snapshot | None) -> frozenset[int]:
+        """Places in the prompt that lie beyond the parent: the engine will pass them."""
+        return frozenset(p for p in places if p is not None and (parent is None or p > parent.token_count))
 
     async def parent_marks(
-        self, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
+        self, marks: Sequence[Mark], places: Sequence[int | None], owner: str, parent: Snapshot | None
     ) -> list[Marked]:
         """Marks at or before the parent's end: kept if a state stands there already, and said so if not."""
         if parent is None:
@@ -223,7 +227,7 @@ class Runtime:
         assert self.loaded is not None and self.handles is not None
         found: list[Marked] = []
         for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
-            if place > parent.token_count:
+            if place is None or place > parent.token_count:
                 continue
             node = self.loaded.cache.cut(parent.node, place)
             if node is None:
@@ -233,13 +237,13 @@ class Runtime:
         return found
 
     async def marked(
-        self, event: NodeAt, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
+        self, event: NodeAt, marks: Sequence[Mark], places: Sequence[int | None], owner: str, parent: Snapshot | None
     ) -> list[Marked]:
-        """Every mark at the node's place; takes over the hold on the node."""
+        """Every mark at the node's place, None being the reasoning's end; takes over the hold on the node."""
         assert self.loaded is not None
         found: list[Marked] = []
         for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
-            if place == event.node.end:
+            if place == (None if event.reasoning_end else event.node.end):
                 copy = NodeAt(self.loaded.cache.hold(event.node), event.lost, final=False)
                 found += await self._mark(i, copy, mark, owner, parent)
         self.loaded.cache.let_go(event.node)

@@ -51,6 +51,7 @@ class Sequence:
         self.announced = False
         self.restore_tries = 0
         self.finish_reason: FinishReason | None = None
+        self.mark_at: int | None = None  # the reasoning's end, once it is known and asked for
         self.stop: str | None = None
         self.stop_token_id: int | None = None
         self.lost = ""  # why state of a boundary that a handle needs is not stored
@@ -66,12 +67,19 @@ class Sequence:
     @property
     def explicit(self) -> bool:
         """Whether a caller holds on to what is stored: then it is not skipped when the writer is busy."""
-        return bool(self.work.keep) or self.keeps_state or self.rehomes
+        return bool(self.work.keep) or self.keeps_state or self.rehomes or self._marks_reasoning
 
     @property
     def keeps_decoded(self) -> bool:
         """Whether blocks that decode makes are worth keeping."""
-        return self.keeps_state or self._share_decoded
+        return self.keeps_state or self._share_decoded or self._marks_reasoning
+
+    @property
+    def _marks_reasoning(self) -> bool:
+        """Whether the reasoning's end is asked for, and still ahead."""
+        generation = self.work.generation
+        asked = generation is not None and generation.mark_reasoning
+        return asked and (self.mark_at is None or self.position <= self.mark_at)
 
     def take_at(self, end: int) -> Take:
         """What to keep at the boundary or place `end`: all of a place that was asked for, else as the policy says."""
@@ -79,12 +87,14 @@ class Sequence:
         if self.keeps(end):
             return Take(self._layout.kinds)
         places = [*self.work.keep, base.end] if self.rehomes and base is not None else self.work.keep
-        return take_at(self._policy, self._layout, end, places=places, open_end=self.keeps_state)
+        return take_at(
+            self._policy, self._layout, end, places=places, open_end=self.keeps_state or self._marks_reasoning
+        )
 
     def keeps(self, end: int) -> bool:
-        """Whether the state at exactly `end` of the prompt is wanted, with its logits."""
+        """Whether the state at exactly `end` is wanted, with its logits."""
         base = self.work.base
-        return end in self.work.keep or (self.rehomes and base is not None and end == base.end)
+        return end == self.mark_at or end in self.work.keep or (self.rehomes and base is not None and end == base.end)
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""

@@ -39,8 +39,8 @@ class DecodeBatch(Protocol):
         """Every array that holds state."""
         ...
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        """The records of a row that stands at `what.end`."""
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        """The records of a row that stands at `what.end`; `logits` (1, vocab) are those of its last position."""
         ...
 
 
@@ -76,8 +76,8 @@ class OneCall:
     def live(self) -> list[mx.array]:
         return [] if self._batch is None else layers.live_arrays(self._batch)
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        return layers.capture_batched(self._batch, self.rows.index(row), self._layout, what)
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        return layers.capture_batched(self._batch, self.rows.index(row), self._layout, what, logits)
 
 
 class OneCallEach:
@@ -114,5 +114,5 @@ class OneCallEach:
     def live(self) -> list[mx.array]:
         return [array for caches in self._caches.values() for array in layers.live_arrays(caches)]
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        return layers.capture(self._caches[row], self._layout, what, None)
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        return layers.capture(self._caches[row], self._layout, what, logits)

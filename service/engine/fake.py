@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvcache.blocks import token_bytes
 from kvcache.layout import CacheLayout, LayerKind
 from kvcache.records import RecordKind
+from service.errors import CallError
 from service.footprint import Footprint
 from service.plan import Capture, OpenRow, Payloads, Picked, Prefill, Restored, RowId, StepPlan, StepResult
 from service.request import Sampling
@@ -96,7 +97,7 @@ class FakeEngine:
             return
         try:
             act()
-        except ValueError as error:  # a row's own failure; anything else is a broken engine
+        except (ValueError, CallError) as error:  # a row's own failure; anything else is a broken engine
             result.failed[row] = error
 
     def _open(self, order: OpenRow) -> None:
@@ -127,7 +128,14 @@ class FakeEngine:
         assert row.logits is not None, f"row {name} has no logits to pick from"
         row.token = self._next(row.logits, row.order.sampling, row.drawn)
         row.drawn += 1
-        result.picked[name] = Picked(row.token)
+        constraint = row.order.constraint
+        if constraint is None:
+            result.picked[name] = Picked(row.token)
+            return
+        allowed = constraint.allowed()
+        fitting = [token for token in range(self._vocab) if allowed[token >> 3] >> (token & 7) & 1]
+        row.token = fitting[row.token % len(fitting)]
+        result.picked[name] = Picked(row.token, last=constraint.took(row.token))
 
     # -- state ----------------------------------------------------------------------------------------------------
 

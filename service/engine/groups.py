@@ -78,5 +78,5 @@ class Groups:
     def live(self) -> list[mx.array]:
         return [array for batch in self._batches for array in batch.live()]
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        return self._homes[row].capture(row, what)
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        return self._homes[row].capture(row, what, logits)

@@ -7,24 +7,27 @@ Prefill runs apart, one row a call, as the canonical schedule says; decode runs 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
 
 from kvcache.layout import CacheLayout
 from service.engine import cpu, layers
 from service.engine.groups import decode_batch
 from service.engine.heads import last_position
-from service.engine.sampling import RowSampler, pick_all
+from service.engine.sampling import Mask, RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
 from service.footprint import Footprint
-from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
+from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult, TokenMask
 
 
 @dataclass(slots=True)
 class _Row:
     caches: list | None  # None while in the batch
     sampler: RowSampler | None
+    constraint: TokenMask | None = None
     logits: mx.array | None = None  # (1, vocab), of the last position
     token: int | None = None  # picked, not yet fed
 
@@ -85,7 +88,7 @@ class MlxEngine:
         sampler = None
         if order.sampling is not None:
             sampler = RowSampler(order.sampling, order.top_logprobs, order.context)
-        row = _Row(make_prompt_cache(self._model), sampler)
+        row = _Row(make_prompt_cache(self._model), sampler, order.constraint)
         self._rows[order.row] = row
         if order.restored is not None:
             row.logits = layers.restore(row.caches, self._layout, order.restored, payloads)
@@ -107,7 +110,7 @@ class MlxEngine:
         if not rows:
             return
         logits = mx.concatenate([self._rows[row].logits for row in rows])
-        self._take(rows, pick_all(logits, [self._rows[row].sampler for row in rows]), result)
+        self._take(rows, self._picks(rows, logits), result)
 
     def _decode(self, order: Decode, result: StepResult) -> None:
         self._leave([row for row in self._batch.rows if row not in order.rows])
@@ -119,11 +122,11 @@ class MlxEngine:
                 return
             logits = self._batch.step(self._model, [self._rows[row].token for row in self._batch.rows])
             # With the state: recurrent state that no logit needed yet would grow its graph.
-            mx.eval(logits, self._batch.live())
-            picks = pick_all(logits, [self._rows[row].sampler for row in self._batch.rows])
+            picks = self._picks(self._batch.rows, logits, self._batch.live())
             for row, what in order.captures.items():
                 if row in self._batch.rows:
-                    result.captured[row] = self._batch.capture(row, what)
+                    at = self._batch.rows.index(row)
+                    result.captured[row] = self._batch.capture(row, what, logits[at : at + 1])
         except Exception as error:  # the batch's state is unknown now: its rows end, the engine goes on
             for row in rows:
                 result.failed[row] = error
@@ -131,13 +134,28 @@ class MlxEngine:
             return
         self._take(list(self._batch.rows), picks, result)
 
+    def _picks(self, rows: list[RowId], logits: mx.array, state: Sequence[mx.array] = ()) -> list[Picked | Exception]:
+        """A pick for each row of `logits` (rows, vocab), evaluated with `state`; masks are made meanwhile."""
+        constrained = [i for i, row in enumerate(rows) if self._rows[row].constraint is not None]
+        if constrained:
+            mx.async_eval(logits, *state)
+        masks = {i: _mask(self._rows[rows[i]].constraint, logits.shape[-1]) for i in constrained}
+        mx.eval(logits, *state)
+        return pick_all(logits, [self._rows[row].sampler for row in rows], masks)
+
     def _take(self, rows: list[RowId], picks: list[Picked | Exception], result: StepResult) -> None:
         for name, pick in zip(rows, picks, strict=True):
             if isinstance(pick, Exception):
                 result.failed[name] = pick
             else:
-                self._rows[name].token = pick.token
-                result.picked[name] = pick
+                self._guard(name, result, self._took, name, pick, result)
+
+    def _took(self, name: RowId, pick: Picked, result: StepResult) -> None:
+        row = self._rows[name]
+        row.token = pick.token
+        if row.constraint is not None and row.constraint.took(pick.token):
+            pick = replace(pick, last=True)
+        result.picked[name] = pick
 
     # -- the batch ------------------------------------------------------------------------------------------------
 
@@ -160,3 +178,13 @@ class MlxEngine:
         self._batch.drop([row for row in self._batch.rows if row in rows])
         for row in rows:
             self._rows.pop(row, None)
+
+
+def _mask(constraint: TokenMask, vocab_size: int) -> Mask | Exception:
+    """True for each token that may be picked, (vocab_size,); what a constraint raises is its row's end."""
+    try:
+        bits = np.unpackbits(np.frombuffer(constraint.allowed(), dtype=np.uint8), bitorder="little")[:vocab_size]
+    except Exception as error:  # whatever a grammar can raise must not end the other rows
+        return error
+    # A head may be wider than the vocabulary: what lies beyond is no token.
+    return np.pad(bits, (0, vocab_size - len(bits))).view(np.bool_)

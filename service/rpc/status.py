@@ -57,6 +57,7 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     errors.TurnOpen: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TemplateNotAppendable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TemplateMissing: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ConstraintFailed: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RequestInProgress: grpc.StatusCode.ABORTED,
     errors.RequestIdReused: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PageTokenInvalid: grpc.StatusCode.INVALID_ARGUMENT,

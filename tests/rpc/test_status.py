@@ -101,6 +101,7 @@ TABLE: list[tuple[CallError, grpc.StatusCode, set[str]]] = [
     (errors.TurnOpen("open"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
     (errors.TemplateNotAppendable("no"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
     (errors.TemplateMissing("no"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
+    (errors.ConstraintFailed("nothing fits"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.RequestInProgress("wait"), grpc.StatusCode.ABORTED, set()),
     (errors.RequestIdReused("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.PageTokenInvalid("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),

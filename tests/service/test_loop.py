@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,15 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from service.engine.fake import FakeEngine
-from service.errors import ActiveMemory, DeadlineUnmet, EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.errors import (
+    ActiveMemory,
+    ConstraintFailed,
+    DeadlineUnmet,
+    EngineFailed,
+    QueueFull,
+    RecomputeLimit,
+    RowFailed,
+)
 from service.events import FinishReason
 from service.footprint import Footprint
 from service.loop import RESTORE_TRIES, EngineLoop
@@ -55,6 +64,70 @@ def test_a_generation_says_when_it_began_what_it_picked_and_what_it_cost(rig: Lo
     assert isinstance(end, Ended)
     assert (end.reason, end.usage.completion_tokens, heard.receipt) == (FinishReason.MAX_TOKENS, 5, (0, 0, 600))
     assert rig.loop.tokens_prefilled == 600 + 1  # the last token is fed for the snapshot
+
+
+class Only:
+    """A form of `most` tokens out of `tokens`; asked for more, it has none left."""
+
+    def __init__(self, tokens: set[int], most: int) -> None:
+        self.tokens, self.left = tokens, most
+
+    def allowed(self) -> bytes:
+        if self.left < 0:
+            raise ConstraintFailed("nothing fits")
+        return bytes(sum(1 << bit for bit in range(8) if 8 * byte + bit in self.tokens) for byte in range(50))
+
+    def took(self, token: int) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+class Thinks(PlainText):
+    """Its reasoning ends with the `end`th token."""
+
+    def __init__(self, most: int, end: int) -> None:
+        super().__init__(most)
+        self._end = end
+
+    def push(self, token: int, *, last: bool = False) -> Piece:
+        self._end -= 1
+        return replace(super().push(token, last=last), reasoning_ended=self._end == 0)
+
+
+def test_a_row_with_a_form_picks_only_what_fits_and_ends_when_nothing_may_follow(rig: LoopRig) -> None:
+    prompt = prompt_of(40)
+    held = rig.submit(prompt, generate=50, constraint=Only({3, 77, 399}, 6))
+    free = rig.submit(prompt, generate=50)
+    rig.run()
+    assert (len(held.tokens), set(held.tokens) <= {3, 77, 399}) == (6, True)
+    assert free.tokens == rig.engine.continuation(prompt, 50)
+
+
+def test_a_form_that_leaves_nothing_ends_its_row_alone(rig: LoopRig) -> None:
+    prompt = prompt_of(40)
+    held = rig.submit(prompt, generate=50, constraint=Only({3}, -1))
+    free = rig.submit(prompt, generate=9)
+    rig.run()
+    assert (type(held.error), held.tokens) == (ConstraintFailed, [])
+    assert free.tokens == rig.engine.continuation(prompt, 9)
+
+
+@pytest.mark.parametrize(("length", "end"), [(20, 3), (250, 30), (250, 6), (255, 1), (20, 12)])
+@pytest.mark.parametrize("save", [True, False])
+def test_the_state_at_the_reasonings_end_is_handed_out_once(rig: LoopRig, length: int, end: int, *, save: bool) -> None:
+    prompt = prompt_of(length)
+    most = 12 if end == 12 else end + 12  # once with its very last token
+    heard = rig.submit(prompt, generate=most, text=Thinks(most, end), save=save, mark_reasoning=True)
+    rig.run()
+    marked = [event.node for event in heard.events if isinstance(event, NodeAt) and event.reasoning_end]
+    assert [node.end for node in marked] == [length + end]
+    assert list(marked[0].all_tokens()) == prompt + heard.tokens[:end]
+    assert heard.final == ([length + len(heard.tokens)] if save else [])
+    # What was handed out goes on from there without computing anything again.
+    warm = rig.submit(prompt + heard.tokens[:end], base=marked[0], generate=4)
+    rig.run()
+    assert warm.receipt == (length + end, 0, 0)
+    assert warm.tokens == rig.engine.continuation(prompt + heard.tokens[:end], 4)
 
 
 def test_a_prefill_alone_ends_without_a_reason(rig: LoopRig) -> None:
@@ -290,10 +363,10 @@ class BadText(PlainText):
         super().__init__(4)
         self.where = where
 
-    def push(self, token: int) -> Piece:
+    def push(self, token: int, *, last: bool = False) -> Piece:
         if self.where == "push":
             raise KeyError("as planned")
-        return super().push(token)
+        return super().push(token, last=last)
 
     def end(self, reason: FinishReason) -> Piece:
         if self.where == "end":
