@@ -173,6 +173,7 @@ class PrefixCache(NamedSnapshots):
                 node.lost = MissReason.NOT_WRITTEN
                 if lost is None and asked == explicit:
                     lost = result
+        self.store.arrange([self._stock.place_of(node)])
         return lost
 
     def thin(self, newest: Node) -> None:

@@ -32,9 +32,9 @@ Source: TypeAlias = tuple[Entry, Tier, Buffer | None, Extent | None]  # where an
 class Ledger:
     """What both halves of the store know. Every field but `lock` is read and changed under the lock."""
 
+    index: RecordIndex
     lock: threading.Lock = field(default_factory=threading.Lock)
     settled: threading.Condition = field(init=False)  # on the same lock: something left PENDING
-    index: RecordIndex = field(default_factory=RecordIndex)
     tally: Tally = field(default_factory=Tally)
     waiting: list[Callable[[], None]] = field(default_factory=list)  # to be called when something left the queue
     closed: bool = False
@@ -68,9 +68,11 @@ class Ledger:
             sizes=[entry.size for entry, _, _, _ in sources],
         )
 
-    def evict(self, entry: Entry) -> None:
-        self.tally.add(("evicted", entry.tier), entry.size)
-        self.index.lose(entry)
+    def evict(self, tier: Tier) -> bool:
+        """Free bytes of a tier by what is worth least; False if pins forbid it."""
+        gone = self.index.evict(tier)
+        self.settled.notify_all()  # some may have been PENDING
+        return bool(gone)
 
 
 class DiskTier:
@@ -258,9 +260,7 @@ class DiskTier:
                     return False
                 case Step.EVICT:
                     with ledger.lock:
-                        victim = ledger.index.pop_victim(Tier.DISK)
-                        if victim is not None:
-                            ledger.evict(victim)
+                        ledger.evict(Tier.DISK)
                 case Step.DROP_FOREIGN:
                     size = self._segments.drop_foreign()
                     log.info("removed %d bytes of another model's state to make room", size)

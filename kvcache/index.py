@@ -10,10 +10,11 @@ in one tier; only unpinned records are offered for eviction; usage per tier and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from kvcache.eviction import RecencyQueue
+from kvcache.eviction import EvictionOrder, Member, Place
+from kvcache.recency import RecencyQueue
 from kvcache.records import Buffer, RecordId, RecordKind, Tier
 from kvcache.segments import Extent
 from kvcache.stats import Usage
@@ -42,12 +43,15 @@ class _Count:
 class RecordIndex:
     """Entries by record, with accounting. Evictable tiers are MEMORY and DISK; PENDING leaves by being written."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._entries: dict[RecordId, Entry] = {}
         self._pins: dict[RecordId, int] = {}
-        self._queues: dict[Tier, RecencyQueue[Entry]] = {Tier.MEMORY: RecencyQueue(), Tier.DISK: RecencyQueue()}
+        self._order = EvictionOrder(self.is_pinned, clock)
+        self._resident: RecencyQueue[Entry] = RecencyQueue()  # entries in MEMORY, to be spilled from the oldest
+        self._resting: set[RecordId] = set()  # pinned ones of them that came up and were put aside
         self._counts = {(tier, kind): _Count() for tier in Tier for kind in RecordKind}
         self._totals = {tier: _Count() for tier in Tier}
+        self._evicted = {tier: _Count() for tier in Tier}
         self._ticks = itertools.count()
         self._released: list[Extent] = []
         self._lost: dict[RecordId, None] = {}  # an ordered set
@@ -61,8 +65,8 @@ class RecordIndex:
 
     def clear(self) -> None:
         """Forget every entry; pins stay, for their owners will take them back."""
-        for entry in list(self._entries.values()):
-            self.remove(entry)
+        while self._entries:
+            self.remove(next(iter(self._entries.values())))
         self._released.clear()
         self._lost.clear()
 
@@ -107,22 +111,33 @@ class RecordIndex:
         self._enter(entry)
         return entry
 
+    def arrange(self, places: Iterable[Place]) -> None:
+        """Say where records that are held stand on their chain, which decides what goes first and what with it."""
+        for place in places:
+            self._order.arrange(place)
+
     def move(self, entry: Entry, tier: Tier, *, extent: Extent | None = None) -> None:
         """Change tier; with an extent the payload is let go."""
         self._leave(entry)
-        entry.tier = tier
+        before, entry.tier = entry.tier, tier
         entry.extent = extent
         if extent is not None:
             entry.payload = None
-        self._enter(entry)
+        self._settle(entry)
+        self._order.moved(entry, before)
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry as its owner wishes; its extent waits in `take_released`."""
-        del self._entries[entry.record]
-        self._leave(entry)
-        if entry.extent is not None:
-            self._released.append(entry.extent)
-        entry.payload = None  # a queued write may still hold the entry
+        """Forget an entry as its owner wishes; its extent waits in `take_released`. What it made useful is evicted."""
+        self._drop(entry)
+        self._evict(self._order.leave(entry.record))
+
+    def evict(self, tier: Tier) -> list[Entry]:
+        """Forget the unpinned entries of least value to free bytes of a tier, and what is useless without them."""
+        return self._evict(self._order.pop(tier))
+
+    def evicted(self) -> dict[Tier, Usage]:
+        """What was evicted since the start."""
+        return {tier: Usage(count.records, count.bytes) for tier, count in self._evicted.items()}
 
     def lose(self, entry: Entry) -> None:
         """Forget an entry that its owner did not give up; it waits in `take_lost`."""
@@ -151,15 +166,12 @@ class RecordIndex:
             entry = self._entries.get(record)
             if entry is not None:
                 entry.tick = next(self._ticks)
-                if entry.tier is not Tier.PENDING:
-                    self._queues[entry.tier].touch(entry, entry.tick)
+                self._resident.touch(entry, entry.tick)
+                self._order.used(record, entry.tick)
 
     def pin(self, record: RecordId) -> None:
         """Count one more use; allowed before the record is there."""
         self._pins[record] = self._pins.get(record, 0) + 1
-        entry = self._entries.get(record)
-        if entry is not None and entry.tier is not Tier.PENDING:
-            self._queues[entry.tier].discard(entry)
 
     def unpin(self, record: RecordId) -> None:
         """Take one `pin` back; ValueError if there is none."""
@@ -170,9 +182,12 @@ class RecordIndex:
             self._pins[record] = uses - 1
             return
         del self._pins[record]
-        entry = self._entries.get(record)
-        if entry is not None and entry.tier is not Tier.PENDING:
-            self._queues[entry.tier].add(entry, entry.tick)
+        if record in self._resting:
+            self._resting.discard(record)
+            entry = self._entries.get(record)
+            if entry is not None and entry.tier is Tier.MEMORY:
+                self._resident.add(entry, entry.tick)
+        self._evict(self._order.unpinned(record))
 
     def is_pinned(self, record: RecordId) -> bool:
         return record in self._pins
@@ -182,21 +197,51 @@ class RecordIndex:
         return len(self._pins)
 
     def has_victim(self, tier: Tier) -> bool:
-        return len(self._queues[tier]) > 0
+        return self._order.has_victim(tier)
 
-    def pop_victim(self, tier: Tier) -> Entry | None:
-        """The least recently used unpinned entry of a tier, no longer offered: the caller moves or removes it."""
-        return self._queues[tier].pop_oldest()
+    def pop_oldest_resident(self) -> Entry | None:
+        """The unpinned entry in MEMORY used longest ago, no longer offered: the caller moves it, or calls `keep`."""
+        while (entry := self._resident.pop_oldest()) is not None:
+            if entry.record not in self._pins:
+                return entry
+            self._resting.add(entry.record)
+        return None
+
+    def keep(self, entry: Entry) -> None:
+        """Offer an entry in MEMORY again."""
+        self._resident.add(entry, entry.tick)
 
     def _enter(self, entry: Entry) -> None:
+        self._settle(entry)
+        self._order.enter(entry, entry.tick)
+
+    def _settle(self, entry: Entry) -> None:
         self._count(entry, 1)
-        if entry.tier is not Tier.PENDING and entry.record not in self._pins:
-            self._queues[entry.tier].add(entry, entry.tick)
+        if entry.tier is Tier.MEMORY:
+            self._resident.add(entry, entry.tick)
 
     def _leave(self, entry: Entry) -> None:
         self._count(entry, -1)
-        if entry.tier is not Tier.PENDING:
-            self._queues[entry.tier].discard(entry)
+        self._resident.discard(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        del self._entries[entry.record]
+        self._leave(entry)
+        if entry.extent is not None:
+            self._released.append(entry.extent)
+        entry.payload = None  # a queued write may still hold the entry
+
+    def _evict(self, members: Iterable[Member]) -> list[Entry]:
+        """Forget what the order gave up."""
+        gone: list[Entry] = []
+        for member in members:
+            entry = self._entries[member.record]
+            self._evicted[entry.tier].records += 1
+            self._evicted[entry.tier].bytes += entry.size
+            self._drop(entry)
+            self._lost[entry.record] = None
+            gone.append(entry)
+        return gone
 
     def _count(self, entry: Entry, sign: int) -> None:
         for count in (self._counts[entry.tier, entry.record.kind], self._totals[entry.tier]):

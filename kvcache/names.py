@@ -94,7 +94,9 @@ class NamedSnapshots:
         self._journal: Journal | None = None
         if durable is not None:
             self._journal = Journal(store, fingerprint, self._stock.tree, clock)
-            for snapshot in self._journal.load(durable.ring.owners()).snapshots:
+            found = self._journal.load(durable.ring.owners()).snapshots
+            store.arrange(self._stock.place_of(node) for node in self._stock.tree)
+            for snapshot in found:
                 self._snapshots.restore(snapshot)
                 if snapshot.pinned:
                     self.store.pin(self._stock.records_of(snapshot.node))

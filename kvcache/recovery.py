@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvcache.buffers import new_buffer
 from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import SEGMENT_HEADER, RecordHeader, decode_segment_header
 from kvcache.records import Name, NoteId, NoteKind
 from kvcache.scan import Scan, scan_records
-from kvcache.seal import Seal, new_buffer, sequence_of
+from kvcache.seal import Seal, sequence_of
 from kvcache.storage import Storage
 from kvcache.store_dir import Identity
 

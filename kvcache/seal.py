@@ -13,7 +13,6 @@ says which of two records is newer.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import struct
 import zlib
@@ -23,6 +22,7 @@ from typing import Protocol
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from kvcache.buffers import new_buffer
 from kvcache.errors import FormatError
 from kvcache.format import (
     CRC,
@@ -38,10 +38,6 @@ from kvcache.records import Buffer, Name
 NONCE = struct.Struct("<4sQ")
 OPENING = struct.Struct("<I")  # what the first 4 bytes are in a durable store
 CRC_TRAILER = struct.Struct("<I12x")
-
-# From here on a buffer is mapped instead of allocated: bytearray zeroes its memory while holding the interpreter lock,
-# about a millisecond per MiB of fresh pages, which a decoding thread would feel.
-MAPPED_BUFFER_BYTES = 256 * 1024
 
 
 class Scratch:
@@ -181,11 +177,3 @@ def check_header(expected: Name, data: memoryview, *, flags: int) -> RecordHeade
     if header.flags != flags:
         raise FormatError(f"flags {header.flags:#x} in a store that writes {flags:#x}")
     return header
-
-
-def new_buffer(size: int) -> memoryview:
-    """Writable zero bytes."""
-    if size < MAPPED_BUFFER_BYTES:
-        return memoryview(bytearray(size))
-    # Private, as the default (shared) makes a file in shared memory, whose pages cost twice as much.
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvcache.buffers import new_buffer
 from kvcache.errors import CorruptRecord, DiskFull, FormatError, UnreadableRecord
 from kvcache.format import (
     MAX_PAYLOAD_BYTES,
@@ -31,7 +32,7 @@ from kvcache.format import (
 )
 from kvcache.records import Buffer, Name, NoteId, NoteKind
 from kvcache.recovery import Recovered, read_segments
-from kvcache.seal import Scratch, Seal, check_header, new_buffer
+from kvcache.seal import Scratch, Seal, check_header
 from kvcache.storage import Storage
 from kvcache.store_dir import Identity
 

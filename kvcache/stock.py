@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.checkpoints import CheckpointPolicy, Checkpoints
+from kvcache.eviction import Place
 from kvcache.layout import CacheLayout
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind, Tier
@@ -36,6 +37,19 @@ class Stock:
     def records_of(self, node: Node) -> list[RecordId]:
         """What makes the end of `node` usable, next-token logits included."""
         return [record for record, _ in needed(node.path(), self.layout, logits=True)]
+
+    def place_of(self, node: Node) -> Place:
+        """What the store has to know of a node to judge what its records are worth."""
+        assert node.parent is not None
+        before = node.borrows if node.borrows is not None else node.parent
+        kinds = self.layout.kinds if node.borrows is None else ()
+        reach: list[bytes] = []
+        here: Node = node.parent
+        while here.parent is not None and here.end > node.end - self.layout.window:
+            reach.append(here.key)
+            here = here.parent
+        parent = before.key if before.parent is not None else None
+        return Place(key=node.key, parent=parent, end=node.end, kinds=kinds, reach=tuple(reach))
 
     def plan(self, path: Sequence[Node], *, target: int, more_follows: bool) -> RestorePlan | None:
         """The deepest position at or before `target` of which everything is stored."""

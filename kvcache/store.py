@@ -1,8 +1,8 @@
 """The record store: memory and disk tiers under byte budgets, behind one I/O thread. Takes and returns bytes.
 
 Owns what callers see, and placement: what stays in memory, what is queued for the disk, what is refused. The disk side
-is `kvcache.disk_tier`. It knows nothing of tokens, layers or snapshots: which records belong together, and in which
-order they may go, is told by its owner's `touch` and `pin`.
+is `kvcache.disk_tier`. It knows nothing of layers or snapshots: where records stand on their chain, and when they are
+used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follows from that (`kvcache.eviction`).
 
 Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
 belong to the I/O thread alone; other threads leave freed extents in the index for it.
@@ -23,8 +23,9 @@ from pathlib import Path
 from kvcache.checkpoints import CheckpointPolicy
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.errors import StoreClosed, StoreError
+from kvcache.eviction import Place
 from kvcache.format import RECORD_OVERHEAD
-from kvcache.index import Entry
+from kvcache.index import Entry, RecordIndex
 from kvcache.records import Buffer, FetchResult, Note, NoteId, PutResult, RecordId, RecordKind, Tier
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import SegmentLog
@@ -110,7 +111,7 @@ class TieredStore:
             wrote=self._count_written,
         )
         self._io = IoThread("kvcache-io", clock)
-        self._ledger = Ledger()
+        self._ledger = Ledger(RecordIndex(clock))
         self._lent = 0
         self._lock = self._ledger.lock
         self._index = self._ledger.index
@@ -196,6 +197,12 @@ class TieredStore:
         with self._lock:
             entry = self._index.get(record)
             return entry.size if entry is not None else None
+
+    def arrange(self, places: Iterable[Place]) -> None:
+        """Say where records that are held stand on their chain, and so what each is worth and what stands on it."""
+        wanted = list(places)
+        with self._lock:
+            self._index.arrange(wanted)
 
     def touch(self, records: Iterable[RecordId]) -> None:
         """Note a use of each, the last one becoming the newest: suffixes first, so that they go before prefixes."""
@@ -361,7 +368,7 @@ class TieredStore:
                 written=tally.total("written"),
                 read=tally.by_tier("read"),
                 copied_on=tally.total("copied on"),
-                evicted=tally.by_tier("evicted"),
+                evicted=index.evicted(),
                 skipped=dict(tally.skipped),
                 missing=tally.missing,
                 corrupt=tally.corrupt,
@@ -461,14 +468,16 @@ class TieredStore:
     def _shrink_memory(self, limit: int) -> bool:
         """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it."""
         while self._index.bytes_in(Tier.MEMORY) > limit:
-            victim = self._index.pop_victim(Tier.MEMORY)
-            if victim is None:
+            oldest = self._index.pop_oldest_resident()
+            if oldest is None:
                 return False
-            if self._spills(victim):
-                self._index.move(victim, Tier.PENDING)
-                self._enqueue(victim)
-            else:
-                self._ledger.evict(victim)
+            if self._spills(oldest):
+                self._index.move(oldest, Tier.PENDING)
+                self._enqueue(oldest)
+                continue
+            self._index.keep(oldest)
+            if not self._ledger.evict(Tier.MEMORY):
+                return False
         return True
 
     def _make_explicit(self, entry: Entry) -> None:

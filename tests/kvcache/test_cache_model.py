@@ -1,7 +1,8 @@
 """Random operations on the prefix cache over a real store, against a twin that knows who holds what.
 
-After every operation: holds add up exactly, nothing pinned or in use was given up, no node stays that nothing needs,
-budgets hold, and every name is restorable as far as the records say. Whatever is read is the state of its tokens.
+After every operation: holds add up exactly, nothing pinned or in use was given up, no record stays that became useless
+by it, no node stays that nothing needs, budgets hold, and every name is restorable as far as the records say. Whatever
+is read is the state of its tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ TRUNK = [random.Random(0).randrange(50_000) for _ in range(900)]
 PLACES = (1, 100, 255, 256, 257, 300, 511, 512, 600)
 
 OPERATIONS = {
-    "run": 14, "run behind": 10, "decode": 8, "name": 12, "let go": 10, "look up": 5, "release": 6, "cut": 6, "base": 4,
-    "use": 4, "unuse": 5, "delete": 6, "pin": 3, "unpin": 3, "extend": 2, "wait": 2, "evict": 2, "write": 12,
+    "run": 14, "run behind": 10, "decode": 8, "name": 12, "let go": 10, "look up": 5, "release": 6, "cut": 12,
+    "base": 4, "use": 4, "unuse": 5, "delete": 6, "pin": 3, "unpin": 3, "extend": 2, "wait": 2, "evict": 2, "write": 12,
     "rehome": 3, "find": 3, "sweep": 2,
 }  # fmt: skip
 
@@ -74,9 +75,13 @@ class Play:
             name = "let go"
         protected = self.protected()
         held_before = {record for record in protected if self.store.locate(record)}
+        useful = self.useful()
         getattr(self, "do_" + name.replace(" ", "_"))()
         kept = held_before & self.protected()
         assert all(self.store.locate(record) for record in kept), f"{name}: a protected record is gone"
+        left = useful & self.store._index._entries.keys()
+        orphans = left - self.useful() - self.on_the_way() - self.protected()
+        assert not orphans, f"{name}: left behind, and no use to anybody: {orphans}"
         self.check()
 
     def prompt(self, *, longer_than: list[int] | None = None) -> list[int]:
@@ -300,6 +305,28 @@ class Play:
             if name.snapshot.pinned:
                 records |= {r for r, _ in needed(name.snapshot.node.path(), self.cache.layout, logits=True)}
         return records
+
+    def useful(self) -> set[RecordId]:
+        """Held records that some place, at which all is there to go on, takes."""
+        found: set[RecordId] = set()
+        held = self.store._index._entries.keys()
+        for node in self.cache._tree:
+            takes = {record for record, _ in needed(node.path(), self.cache.layout, logits=True)}
+            logits = RecordId(node.key, RecordKind.LOGITS)
+            if takes - {logits} <= held:
+                found |= takes & held
+        return found
+
+    def on_the_way(self) -> set[RecordId]:
+        """What belongs to places of which a record was lost or refused, and what pinned ones stand on."""
+        order = self.store._index._order
+        protected = {record.key for record in self.protected()}
+        found: set[RecordId] = set()
+        for node in self.cache._tree:
+            unit = order._units.get(node.key)
+            if node.key in protected or (unit is not None and unit.standing and not order._is_whole(unit)):
+                found |= {record for record, _ in needed(node.path(), self.cache.layout, logits=True)}
+        return found
 
     def check(self) -> None:
         self.forget_expired()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from storage_doubles import payload, record
 
+from kvcache.buffers import MAPPED_BUFFER_BYTES
 from kvcache.errors import FormatError
 from kvcache.format import RECORD_HEADER, RECORD_OVERHEAD, TRAILER_BYTES, decode_record_header
 from kvcache.records import Buffer, RecordId, RecordKind
-from kvcache.seal import MAPPED_BUFFER_BYTES, AesGcmSeal, ChecksumSeal, Scratch, Seal
+from kvcache.seal import AesGcmSeal, ChecksumSeal, Scratch, Seal
 
 GOLDEN = Path(__file__).parent / "golden"
 KEY = bytes(range(32))

@@ -189,7 +189,7 @@ def test_a_record_put_again_by_name_may_use_the_second_half_of_the_queue() -> No
     put_all(store, range(10), FULL)
     assert put(store, 0, FULL, explicit=True) is PutResult.EXISTS
     store.touch(record(name, FULL) for name in range(1, 10))
-    for name in range(5):
+    for name in range(100, 105):
         put(store, name)
     put(store, 10, FULL)
     put(store, 11, FULL)
