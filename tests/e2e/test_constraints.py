@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import types_pb2 as pb
+from kvfork_client import Constraint, Sampling, Snapshot, Stopping, regex
 
 from tests.e2e.live import GREEDY, Answer, LiveServer, chat, generate, greedy, prompt_of, raw, refused
 
@@ -198,21 +199,19 @@ def test_rows_with_and_without_a_form_say_beside_each_other_what_they_say_alone(
 
 
 def test_children_of_one_fork_have_a_form_each(server: LiveServer) -> None:
+    forms = [regex("[a-c]{12}"), regex("[d-f]{12}"), regex("[g-i]{12}"), None]
+
+    def go_on(child: Snapshot, form: Constraint | None) -> str:
+        stopping = Stopping(max_tokens=20)
+        return child.generate(constraint=form, stopping=stopping, sampling=Sampling(temperature=0)).result().text
+
     with server.client() as client:
-        parent = client.create_snapshot("The answer, in one word, is")
-        children = parent.fork(3)
-    forms = [{"regex": "[a-c]{12}"}, {"regex": "[d-f]{12}"}, {"regex": "[g-i]{12}"}]
-
-    def go_on(child: Any, form: dict[str, str]) -> str:
-        request = greedy(None, parent=child.name, stopping=pb.Stopping(max_tokens=20))
-        request.constraint.CopyFrom(inference_pb.Constraint(**form))
-        return generate(server, request).text
-
-    with ThreadPoolExecutor(3) as pool:
-        texts = list(pool.map(go_on, children, forms))
-    assert [set(text) <= set(letters) for text, letters in zip(texts, ("abc", "def", "ghi"), strict=True)] == [True] * 3
-    # A form is of one call: the next one from the same place is free of it.
-    assert generate(server, greedy(None, parent=children[0].name, tokens=12)).text != texts[0]
+        children = client.create_snapshot("The answer, in one word, is").fork(4)
+        with ThreadPoolExecutor(4) as pool:
+            texts = list(pool.map(go_on, children, forms))
+        assert [set(texts[i]) <= set(letters) for i, letters in enumerate(("abc", "def", "ghi"))] == [True] * 3
+        # A form is of one call: the next one from the same place is free of it.
+        assert go_on(children[0], None) == texts[3]
 
 
 DEAD_END = 'start: "a" x\nx: x "b"'
