@@ -10,6 +10,7 @@ and health with it.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from service.events import FinishReason
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
 from service.scheduler import QueueIsFull, Scheduler, State, Tick
 from service.sequence import Sequence
-from service.work import Admitted, Ended, Failed, NodeAt, Prefilled, Tokens, Work, WorkEvent
+from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled, Tokens, Work, WorkEvent
 
 log = logging.getLogger("kvfork.loop")
 
@@ -232,6 +233,10 @@ class EngineLoop:
         if not seq.announced:
             seq.announced = True
             seq.emit(Admitted(seq.admitted - seq.arrived))
+        self._read(seq, lookup)
+
+    def _read(self, seq: Sequence, lookup: Lookup) -> None:
+        """Asks for a lookup's records; the row is opened when they are there."""
         if lookup.plan is None:
             self._open(seq, lookup, None)
             return
@@ -258,17 +263,31 @@ class EngineLoop:
             seq.restore_tries += 1
             log.warning("row %d: restore failed (%s)", seq.row, message.result.error)
             if seq.restore_tries < RESTORE_TRIES:
-                self._begin_restore(seq)
+                (self._look_back if seq.rebuilding else self._begin_restore)(seq)
             else:
                 self._open(seq, message.lookup.without_state(), None)
             return
         self._open(seq, message.lookup, message.result)
 
+    def _rebuild(self, seq: Sequence) -> None:
+        """The state of a decoding row is gone, through no fault of its own: it is restored or computed again."""
+        self._scheduler.lost(seq.row)
+        seq.rebuilding, seq.restore_tries = True, 0
+        self._look_back(seq)
+
+    def _look_back(self, seq: Sequence) -> None:
+        last = seq.recorder.last_block
+        base = last if last.parent is not None else None
+        self._read(seq, self._cache.lookup(seq.work.owner, seq.tokens[: seq.position], base=base, keep=seq.work.keep))
+
     def _open(self, seq: Sequence, lookup: Lookup, read: FetchResult | None) -> None:
-        seq.opened = self._clock()
-        calls = seq.found(lookup, read)
-        for node in lookup.kept:
-            seq.emit(NodeAt(self._cache.hold(node), "", final=False))
+        if seq.rebuilding:
+            calls = seq.rebuilt_from(lookup, read)
+        else:
+            seq.opened = self._clock()
+            calls = seq.found(lookup, read)
+            for node in lookup.kept:
+                seq.emit(NodeAt(self._cache.hold(node), "", final=False))
         self._scheduler.restored(seq.row, calls)
         self._to_open.append(seq)
 
@@ -299,7 +318,7 @@ class EngineLoop:
             leave=tick.save,
             open=tuple(self._open_order(seq) for seq in opened if seq.row in self._sequences),
             prefill=tuple(prefill),
-            sample=tuple(r for r in tick.finish_prefill if self._sequences[r].work.generation is not None),
+            sample=tuple(r for r in tick.finish_prefill if self._sequences[r].samples_next),
             decode=Decode(rows=tick.decode, captures=self._decode_captures(tick.decode)) if tick.decode else None,
             close=tuple(closing),
         )
@@ -318,6 +337,8 @@ class EngineLoop:
 
     @staticmethod
     def _prefill_order(seq: Sequence, start: int, end: int, *, stop: bool, saving: bool = False) -> Prefill:
+        if seq.rebuilding:
+            return Prefill(row=seq.row, tokens=seq.tokens[start:end], logits=False, capture=None)
         seq.recorder.called(end)
         kept = saving or seq.keeps(end)
         take: Capture | None = None
@@ -342,20 +363,22 @@ class EngineLoop:
         self.tokens_prefilled += result.prefill_tokens
         for row, failure in result.failed.items():
             if row in self._sequences:
-                self._end(row, Failed(_row_failure(failure)), closed=True)
+                self._fail(row, failure, closed=True)
         for order in plan.prefill:
             seq = self._sequences.get(order.row)
-            if seq is not None:
+            if seq is not None and not seq.rebuilding:
                 seq.prefill_seconds += result.prefill_seconds  # what the row waited for, neighbours included
                 self._guard(order.row, self._prefilled, seq, order, result)
         for row in tick.finish_prefill:
             seq = self._sequences.get(row)
-            if seq is not None and seq.work.generation is None:
-                self._ended(seq, None)
+            if seq is not None:
+                seq.rebuilding = False  # if it was, it stands again
+                if seq.work.generation is None:
+                    self._ended(seq, None)
         if plan.decode is not None:
             for row in plan.decode.rows:
                 seq = self._sequences.get(row)
-                if seq is not None:
+                if seq is not None and row not in result.lost:
                     seq.position += 1
                     if row in plan.decode.captures:
                         self._guard(row, self._commit, seq, seq.position, result)
@@ -367,6 +390,9 @@ class EngineLoop:
             if seq is not None:
                 self._scheduler.saved(row)
                 self._ended(seq, seq.finish_reason)
+        for row in result.lost:
+            if row in self._sequences:
+                self._guard(row, self._rebuild, self._sequences[row])
         self._check_time_limits(now)
 
     def _prefilled(self, seq: Sequence, order: Prefill, result: StepResult) -> None:
@@ -425,7 +451,7 @@ class EngineLoop:
             act(*args)
         except Exception as error:  # a bug met by one row (its text, its stops, its records) must not end the others
             if row in self._sequences:
-                self._end(row, Failed(_row_failure(error)))
+                self._fail(row, error)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -434,18 +460,26 @@ class EngineLoop:
         generation = seq.work.generation
         assert generation is not None
         if flush:
-            piece = generation.text.end(reason)
-            if piece.finish is not None:
-                reason, seq.stop = piece.finish, piece.stop
-            if piece.text:
-                seq.emit(Tokens(piece.text, len(seq.tokens), []))
+            reason = self._last_words(seq, generation, reason)
         seq.finish_reason = reason
         self._scheduler.finish(seq.row, save=save)
         if not save:
             self._ended(seq, reason)
 
+    @staticmethod
+    def _last_words(seq: Sequence, generation: Generation, reason: FinishReason) -> FinishReason:
+        """Text that was held back, now that nothing follows; the reason, which it may change."""
+        piece = generation.text.end(reason)
+        if piece.finish is not None:
+            reason, seq.stop = piece.finish, piece.stop
+        if piece.text:
+            seq.emit(Tokens(piece.text, len(seq.tokens), []))
+        return reason
+
     def _end_early(self, seq: Sequence, reason: FinishReason) -> None:
-        """Stopped before the first token: the full blocks done so far are what can be kept."""
+        """Stopped while no state stands: the full blocks done so far are what can be kept."""
+        if seq.completion and seq.work.generation is not None:
+            reason = self._last_words(seq, seq.work.generation, reason)
         if seq.keeps_state:
             self._hand_out_last_block(seq)
         if not seq.announced:
@@ -472,6 +506,13 @@ class EngineLoop:
         )
         self._end(seq.row, ended)
 
+    def _fail(self, row: RowId, failure: Exception, *, closed: bool = False) -> None:
+        seq = self._sequences[row]
+        state = self._scheduler.state(row)
+        if state is State.DECODE and seq.position < seq.prompt_tokens:
+            state = State.PREFILL  # the plan was ahead of the step
+        self._end(row, Failed(_row_failure(failure, seq, state)), closed=closed)
+
     def _end(self, row: RowId, event: Ended | Failed, *, closed: bool = False) -> None:
         """The one terminal event of a sequence."""
         seq = self._sequences.pop(row)
@@ -482,9 +523,15 @@ class EngineLoop:
         seq.emit(event)
 
 
-def _row_failure(failure: Exception) -> CallError:
-    """What the caller of a failed row is told; our own errors pass, others stay in the log."""
+def _row_failure(failure: Exception, seq: Sequence, state: State) -> CallError:
+    """What the caller of a failed row is told; our own errors pass, the words of others stay in the log."""
     if isinstance(failure, CallError):
         return failure
-    log.error("a row failed", exc_info=failure)
-    return RowFailed(f"the sequence failed in the model: {type(failure).__name__}", hint="the others go on; try again")
+    incident = secrets.token_hex(16)
+    log.error("row %d failed in %s, incident %s", seq.row, state.value, incident, exc_info=failure)
+    facts = {"row": str(seq.row), "call": state.value, "position": str(seq.position), "incident": incident}
+    return RowFailed(
+        f"the sequence failed in {state.value} at token {seq.position}: {type(failure).__name__}",
+        hint="the others go on; the server's log has the incident",
+        metadata=facts,
+    )

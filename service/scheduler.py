@@ -3,6 +3,8 @@
     QUEUED ─► RESTORING ─► PREFILL ─► DECODE ─► SAVING ─► DONE
        └──────────┴───────────┴─────────┴─────────┴──► DONE   (cancelled, failed, stopped, nothing more to do)
 
+A row whose state was lost in a failed call goes from DECODE back to RESTORING.
+
 Each tick: one decode step for all rows that decode, and prefill calls up to a token budget. The budget is one block
 while rows decode, so that their inter-token gap stays below one call and one step, and more when none do. Waiting
 prefills take turns, so that a short prompt is not stuck behind a long one.
@@ -35,7 +37,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RESTORING, State.DONE}),
     State.RESTORING: frozenset({State.PREFILL, State.DONE}),
     State.PREFILL: frozenset({State.DECODE, State.DONE}),
-    State.DECODE: frozenset({State.SAVING, State.DONE}),
+    State.DECODE: frozenset({State.RESTORING, State.SAVING, State.DONE}),
     State.SAVING: frozenset({State.DONE}),
     State.DONE: frozenset(),
 }
@@ -132,6 +134,10 @@ class Scheduler:
         self._go(row, State.PREFILL)
         self._entries[row].calls.extend(calls)
         self._turn.append(row)
+
+    def lost(self, row: RowId) -> None:
+        """A decoding row's state is gone: it is restored anew."""
+        self._go(row, State.RESTORING)
 
     def finish(self, row: RowId, *, save: bool) -> None:
         """A decoding row is at its end; `save`: its state is wanted."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from kvcache.layout import CacheLayout
 from service.engine import layers
+from service.engine.hold import Held
 from service.plan import Capture, Payloads, RowId
 
 
@@ -33,6 +34,10 @@ class DecodeBatch(Protocol):
 
     def step(self, model, tokens: list[int]) -> mx.array:
         """Feeds each row one token; next-token logits (rows, vocab)."""
+        ...
+
+    def hold(self) -> Held:
+        """The rows' state as it is, to go back to should the next `step` raise."""
         ...
 
     def live(self) -> list[mx.array]:
@@ -78,6 +83,9 @@ class OneCall:
     def step(self, model, tokens: list[int]) -> mx.array:
         return model(mx.array(tokens, dtype=mx.uint32)[:, None], cache=self._batch)[:, -1, :]
 
+    def hold(self) -> Held:
+        return Held(self._batch or [])
+
     def live(self) -> list[mx.array]:
         return [] if self._batch is None else layers.live_arrays(self._batch)
 
@@ -112,6 +120,9 @@ class OneCallEach:
     def step(self, model, tokens: list[int]) -> mx.array:
         fed = zip(tokens, self._caches.values(), strict=True)
         return mx.concatenate([model(mx.array([[t]], dtype=mx.uint32), cache=c)[:, -1, :] for t, c in fed])
+
+    def hold(self) -> Held:
+        return Held([cache for caches in self._caches.values() for cache in caches])
 
     def live(self) -> list[mx.array]:
         return [array for caches in self._caches.values() for array in layers.live_arrays(caches)]

@@ -2,11 +2,17 @@
 
 Runs on the engine thread only. A row is either *apart*, with caches of its own in normal form, or in the decode batch.
 Prefill runs apart, one row a call, as the canonical schedule says; decode runs the batch (`batch`).
+
+A decode call that fails ends nobody but the culprit. If it could not be built, its rows are as they were (`hold`) and
+make the step one by one. If it failed while it was computed, its rows' state is lost: the caller opens them again, up
+to the token that they picked last, and they make their next step one by one.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,15 +23,26 @@ from service.engine.batch import decode_batch
 from service.engine.heads import last_position
 from service.engine.sampling import RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
-from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
+from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
+
+log = logging.getLogger("kvfork.engine")
+
+FAILED_CALLS = 2  # after more of them a row stays alone: with others it fails, and by itself nobody does
 
 
 @dataclass(slots=True)
 class _Row:
-    caches: list | None  # None while in the batch
+    caches: list | None  # None while in the batch, or lost
     sampler: RowSampler | None
     logits: mx.array | None = None  # (1, vocab), of the last position
     token: int | None = None  # picked, not yet fed
+    alone: bool = False  # decodes in a call of its own
+    failed_calls: int = 0  # decode calls that failed with this row and others in them
+
+    def part(self) -> None:
+        """A call with this row and others in it failed."""
+        self.caches, self.logits, self.alone = None, None, True
+        self.failed_calls += 1
 
 
 class MlxEngine:
@@ -40,7 +57,7 @@ class MlxEngine:
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
-        self._leave(plan.leave)
+        self._leave(plan.leave, result)
         for order in plan.open:
             self._guard(order.row, result, self._open, order)
         began = time.perf_counter()
@@ -75,8 +92,8 @@ class MlxEngine:
         sampler = None
         if order.sampling is not None:
             sampler = RowSampler(order.sampling, order.top_logprobs, order.context)
-        row = _Row(make_prompt_cache(self._model), sampler)
-        self._rows[order.row] = row
+        row = self._rows.setdefault(order.row, _Row(None, sampler))  # one whose state was lost keeps all else
+        row.caches = make_prompt_cache(self._model)
         if order.restored is not None:
             row.logits = layers.restore(row.caches, self._layout, order.restored)
 
@@ -88,7 +105,6 @@ class MlxEngine:
         # Without the logits in the list, MLX never computes the head of the model for this call.
         row.logits = logits[:, -1, :] if call.logits else None
         mx.eval(layers.live_arrays(row.caches), *([row.logits] if call.logits else []))
-        row.token = None
         result.prefill_tokens += len(call.tokens)
         if call.capture is not None:
             result.captured[call.row] = layers.capture(row.caches, self._layout, call.capture, row.logits)
@@ -100,27 +116,70 @@ class MlxEngine:
         self._take(rows, pick_all(logits, [self._rows[row].sampler for row in rows]), result)
 
     def _decode(self, order: Decode, result: StepResult) -> None:
-        self._leave([row for row in self._batch.rows if row not in order.rows])
+        self._leave([row for row in self._batch.rows if row not in order.rows], result)
         rows = [row for row in order.rows if row not in result.failed]
+        self._join([row for row in rows if row not in self._batch.rows and not self._rows[row].alone])
+        if self._batch.rows:
+            self._together(order, result)
+        for row in rows:
+            if self._rows[row].alone and row not in result.lost:
+                self._guard(row, result, self._by_itself, row, order, result)
+
+    def _together(self, order: Decode, result: StepResult) -> None:
+        """One call for the whole batch. If it fails its rows go on one by one, and the culprit shows itself."""
+        rows = list(self._batch.rows)
+        held = self._batch.hold()
         try:
-            self._join([row for row in rows if row not in self._batch.rows])
-            if not self._batch.rows:
+            logits = self._batch.step(self._model, [self._rows[row].token for row in rows])
+        except Exception as error:  # nothing was computed: whoever is to blame raises again in a call of its own
+            if len(rows) == 1:
+                result.failed[rows[0]] = error
                 return
-            logits = self._batch.step(self._model, [self._rows[row].token for row in self._batch.rows])
-            picks = pick_all(logits, [self._rows[row].sampler for row in self._batch.rows])
-            mx.eval(self._batch.live())  # recurrent state that no logit needed yet: unevaluated, its graph would grow
-            for row, what in order.captures.items():
-                if row in self._batch.rows:
-                    result.captured[row] = self._batch.capture(row, what)
-        except Exception as error:  # the batch's state is unknown now: its rows end, the engine goes on
+            log.warning("a decode call of %d rows failed (%s); one call each", len(rows), type(error).__name__)
+            held.put_back()
             for row in rows:
-                result.failed[row] = error
-            self._batch = decode_batch(self._layout)
+                self._rows[row].part()
+            self._leave(rows, result)
             return
-        self._take(list(self._batch.rows), picks, result)
+        del held  # else every cache would be copied
+        try:
+            # Recurrent state that no logit needed yet goes along: left unevaluated, its graph would grow.
+            picks = pick_all(logits, [self._rows[row].sampler for row in rows], also=self._batch.live())
+        except Exception as error:
+            # MLX raises once; what the evaluation left behind looks computed and may be rubbish. All of it goes.
+            self._batch = decode_batch(self._layout)
+            if len(rows) == 1:
+                result.failed[rows[0]] = error
+                return
+            log.warning("a decode call of %d rows failed (%s); all start anew", len(rows), type(error).__name__)
+            for row in rows:
+                self._rows[row].part()
+                result.lost[row] = error
+            return
+        for row, what in order.captures.items():
+            if row in self._batch.rows:
+                self._guard(row, result, self._capture, row, what, result)
+        self._take(rows, picks, result)
+
+    def _by_itself(self, name: RowId, order: Decode, result: StepResult) -> None:
+        """One row's own call: after a batch that failed, and always for a row that fits into no batch."""
+        row = self._rows[name]
+        logits = self._model(mx.array([[row.token]], dtype=mx.uint32), cache=row.caches)[:, -1, :]
+        (pick,) = pick_all(logits, [row.sampler], also=layers.live_arrays(row.caches))
+        layers.normalise(row.caches)
+        mx.eval(layers.live_arrays(row.caches))
+        if name in order.captures:
+            result.captured[name] = layers.capture(row.caches, self._layout, order.captures[name], None)
+        row.alone = row.failed_calls > FAILED_CALLS
+        self._take([name], [pick], result)
+
+    def _capture(self, row: RowId, what: Capture, result: StepResult) -> None:
+        result.captured[row] = self._batch.capture(row, what)
 
     def _take(self, rows: list[RowId], picks: list[Picked | Exception], result: StepResult) -> None:
         for name, pick in zip(rows, picks, strict=True):
+            if name in result.failed:
+                continue
             if isinstance(pick, Exception):
                 result.failed[name] = pick
             else:
@@ -130,19 +189,35 @@ class MlxEngine:
     # -- the batch ------------------------------------------------------------------------------------------------
 
     def _join(self, rows: list[RowId]) -> None:
-        if not rows:
-            return
-        self._batch.join(rows, [self._rows[row].caches for row in rows])
+        """Takes rows into the batch, together if that goes, else those that can; the others go on alone."""
+        if rows and not self._joined(rows) and len(rows) > 1:
+            for row in rows:
+                self._joined([row])
+
+    def _joined(self, rows: list[RowId]) -> bool:
+        held = self._batch.hold()
+        try:
+            self._batch.join(rows, [self._rows[row].caches for row in rows])
+        except Exception as error:  # caches that upstream cannot put side by side are no fault of their rows
+            held.put_back()
+            if len(rows) == 1:
+                log.warning("row %d decodes in calls of its own: %s", rows[0], error)
+                self._rows[rows[0]].alone, self._rows[rows[0]].failed_calls = True, FAILED_CALLS + 1
+            return False
         for row in rows:
             self._rows[row].caches = None
             self._rows[row].logits = None
+        return True
 
-    def _leave(self, rows) -> None:
+    def _leave(self, rows: Iterable[RowId], result: StepResult) -> None:
         """Takes rows out of the batch into caches of their own."""
         going = [row for row in rows if row in self._batch.rows]
         for row in going:
-            self._rows[row].caches = self._batch.extract(row)
+            self._guard(row, result, self._extract, row)
         self._batch.drop(going)
+
+    def _extract(self, row: RowId) -> None:
+        self._rows[row].caches = self._batch.extract(row)
 
     def _close(self, rows: set[RowId]) -> None:
         self._batch.drop([row for row in self._batch.rows if row in rows])

@@ -89,10 +89,13 @@ class RowSampler:
         return logits
 
 
-def pick_all(logits: mx.array, samplers: Sequence[RowSampler]) -> list[Picked | Exception]:
-    """One pick for each row of `logits` (rows, vocab), with one wait for the device.
+def pick_all(
+    logits: mx.array, samplers: Sequence[RowSampler], *, also: Sequence[mx.array] = ()
+) -> list[Picked | Exception]:
+    """One pick for each row of `logits` (rows, vocab), with one wait for the device, which computes `also` as well.
 
     A row whose sampling raises, or whose logits are not finite, gets its exception; the others are not disturbed.
+    Raises what the evaluation raises, before any row has taken its token: then nothing computed here can be trusted.
     """
     plain = [i for i, sampler in enumerate(samplers) if sampler.plain]
     shared = mx.argmax(logits, axis=-1) if plain else None
@@ -107,7 +110,7 @@ def pick_all(logits: mx.array, samplers: Sequence[RowSampler]) -> list[Picked | 
                 drawn[i] = error
     lazy = [sound] + ([shared] if shared is not None else [])
     lazy += [a for entry in drawn.values() if not isinstance(entry, Exception) for a in entry if a is not None]
-    mx.eval(lazy)
+    mx.eval(lazy, *also)
     common = shared.tolist() if shared is not None else []
     picks: list[Picked | Exception] = []
     for i, (sampler, ok) in enumerate(zip(samplers, sound.tolist(), strict=True)):
@@ -115,14 +118,21 @@ def pick_all(logits: mx.array, samplers: Sequence[RowSampler]) -> list[Picked | 
         if not ok:
             picks.append(BadLogits("the model's logits are not finite"))
         elif entry is None:
-            picks.append(sampler.took(common[i], None))
+            picks.append(_taken(sampler, common[i], None))
         elif isinstance(entry, Exception):
             picks.append(entry)
         elif (token := entry[0].item()) < 0:
             picks.append(BadLogits("penalties and bias leave no token to pick"))
         else:
-            picks.append(sampler.took(token, entry[1]))
+            picks.append(_taken(sampler, token, entry[1]))
     return picks
+
+
+def _taken(sampler: RowSampler, token: int, logprobs: mx.array | None) -> Picked | Exception:
+    try:
+        return sampler.took(token, logprobs)
+    except Exception as error:  # as above; and no other row's token may be taken twice for it
+        return error
 
 
 def _if_any(logits: mx.array, token: mx.array) -> mx.array:
