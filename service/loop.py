@@ -21,6 +21,7 @@ from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.errors import CorruptRecord
 from kvcache.records import FetchResult
+from kvcache.schedule import Call
 from service.engine import Engine
 from service.errors import CallError, EngineFailed, QueueFull, RecomputeLimit, RowFailed
 from service.events import FinishReason
@@ -199,7 +200,14 @@ class EngineLoop:
             facts = {"queued": str(full.queued), "limit": str(full.limit)}
             message.emit(Failed(QueueFull(str(full), hint="try again later", metadata=facts, retry_after=1.0)))
             return
-        self._sequences[message.row] = Sequence(message.row, message.work, self._cache, message.emit, self._clock())
+        try:
+            seq = Sequence(message.row, message.work, self._cache, message.emit, self._clock())
+        except Exception as error:  # as in `_guard`: a work that cannot even begin is nobody else's end
+            log.exception("row %d was not begun", message.row)
+            self._scheduler.drop(message.row)
+            message.emit(Failed(RowFailed(f"the sequence could not begin: {type(error).__name__}")))
+            return
+        self._sequences[message.row] = seq
 
     def _asked_to_end(self, message: _End) -> None:
         seq = self._sequences.get(message.row)
@@ -304,24 +312,43 @@ class EngineLoop:
         self._apply(tick, plan, result)
 
     def _orders(self, tick: Tick) -> StepPlan:
-        prefill = [
-            self._prefill_order(self._sequences[row], call.start, call.end, stop=call.stop)
-            for row, call in tick.prefill
-        ]
+        prefill: list[Prefill] = []
+        for row, call in tick.prefill:
+            self._guard(row, self._order_call, prefill, row, call)
         for row in tick.save:
-            seq = self._sequences[row]
-            seq.recorder.called(len(seq.tokens), decoded=True)
-            prefill.append(self._prefill_order(seq, len(seq.tokens) - 1, len(seq.tokens), stop=True, saving=True))
+            self._guard(row, self._order_last_call, prefill, row)
+        captures: dict[RowId, Capture] = {}
+        for row in tick.decode:
+            self._guard(row, self._order_decode, captures, row)
+        live = self._sequences  # those that failed right now are closed at the end of the step
+        decode = tuple(row for row in tick.decode if row in live)
         opened, self._to_open = self._to_open, []
         closing, self._to_close = self._to_close, []
         return StepPlan(
-            leave=tick.save,
-            open=tuple(self._open_order(seq) for seq in opened if seq.row in self._sequences),
+            leave=tuple(row for row in tick.save if row in live),
+            open=tuple(self._open_order(seq) for seq in opened if seq.row in live),
             prefill=tuple(prefill),
-            sample=tuple(r for r in tick.finish_prefill if self._sequences[r].samples_next),
-            decode=Decode(rows=tick.decode, captures=self._decode_captures(tick.decode)) if tick.decode else None,
+            sample=tuple(row for row in tick.finish_prefill if row in live and live[row].samples_next),
+            decode=Decode(rows=decode, captures=captures) if decode else None,
             close=tuple(closing),
         )
+
+    def _order_call(self, orders: list[Prefill], row: RowId, call: Call) -> None:
+        orders.append(self._prefill_order(self._sequences[row], call.start, call.end, stop=call.stop))
+
+    def _order_last_call(self, orders: list[Prefill], row: RowId) -> None:
+        seq = self._sequences[row]
+        seq.recorder.called(len(seq.tokens), decoded=True)
+        orders.append(self._prefill_order(seq, len(seq.tokens) - 1, len(seq.tokens), stop=True, saving=True))
+
+    def _order_decode(self, captures: dict[RowId, Capture], row: RowId) -> None:
+        """A row that this step takes across a block boundary, and whose state may be asked for again, is captured."""
+        seq = self._sequences[row]
+        end = seq.position + 1
+        if seq.keeps_decoded:
+            seq.recorder.called(end, decoded=True)
+            if end % BLOCK_TOKENS == 0:
+                captures[row] = seq.recorder.capture(end, logits=False)
 
     @staticmethod
     def _open_order(seq: Sequence) -> OpenRow:
@@ -346,18 +373,6 @@ class EngineLoop:
             take = seq.recorder.capture(end, logits=kept)
         return Prefill(row=seq.row, tokens=seq.tokens[start:end], logits=stop, capture=take)
 
-    def _decode_captures(self, rows: tuple[RowId, ...]) -> dict[RowId, Capture]:
-        """Rows that this step takes across a block boundary and whose state may be asked for again."""
-        captures: dict[RowId, Capture] = {}
-        for row in rows:
-            seq = self._sequences[row]
-            end = seq.position + 1
-            if seq.keeps_decoded:
-                seq.recorder.called(end, decoded=True)
-                if end % BLOCK_TOKENS == 0:
-                    captures[row] = seq.recorder.capture(end, logits=False)
-        return captures
-
     def _apply(self, tick: Tick, plan: StepPlan, result: StepResult) -> None:
         now = self._clock()
         self.tokens_prefilled += result.prefill_tokens
@@ -374,7 +389,7 @@ class EngineLoop:
             if seq is not None:
                 seq.rebuilding = False  # if it was, it stands again
                 if seq.work.generation is None:
-                    self._ended(seq, None)
+                    self._guard(row, self._ended, seq, None)
         if plan.decode is not None:
             for row in plan.decode.rows:
                 seq = self._sequences.get(row)
@@ -389,7 +404,7 @@ class EngineLoop:
             seq = self._sequences.get(row)
             if seq is not None:
                 self._scheduler.saved(row)
-                self._ended(seq, seq.finish_reason)
+                self._guard(row, self._ended, seq, seq.finish_reason)
         for row in result.lost:
             if row in self._sequences:
                 self._guard(row, self._rebuild, self._sequences[row])

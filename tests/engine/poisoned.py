@@ -26,8 +26,8 @@ class Poisoned:
         self.after = after
         self.failures = 0
         self._armed = False
-        layer = model.layers[1]
-        model.layers[1] = _Second(layer, self)
+        layers = model.model.layers  # of the body: some models give copies of the list themselves
+        layers[1] = _Second(layers[1], self)
 
     def __call__(self, tokens, cache=None, **more):
         import mlx.core as mx

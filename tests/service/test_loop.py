@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -282,6 +283,82 @@ def test_a_row_that_fails_in_the_model_fails_alone(place: str) -> None:
     rig.settle()
 
 
+class Forgetful(FakeEngine):
+    """Loses the state of all rows of a decode call now and then, as a call does that fails while it is computed."""
+
+    def __init__(self, rng: random.Random, chance: float) -> None:
+        super().__init__(LAYOUT)
+        self.rng, self.chance = rng, chance
+        self.losses = 0
+
+    def step(self, plan: StepPlan) -> StepResult:
+        if plan.decode is None or self.rng.random() >= self.chance:
+            return super().step(plan)
+        result = super().step(replace(plan, decode=None))
+        for row in plan.decode.rows:
+            self._rows[row].lost = True
+            result.lost[row] = RuntimeError("as planned")
+        self.losses += 1
+        return result
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_rows_whose_state_was_lost_go_on_as_if_nothing_had_been(keeps: bool) -> None:
+    engine = Forgetful(random.Random(1), 0.05)
+    rig = LoopRig(engine=engine, memory=0)
+    trunk = rig.submit(prompt_of(300), keep=[300])
+    rig.run()
+    prompts = [prompt_of(700, 4), [*prompt_of(300), *prompt_of(50, 3)], prompt_of(20, 2)]
+    heard = [
+        rig.submit(prompt, generate=300, save=keeps, base=trunk.nodes[300] if number == 1 else None)
+        for number, prompt in enumerate(prompts)
+    ]
+    rig.run()
+    assert engine.losses > 5
+    for said, prompt in zip(heard, prompts, strict=True):
+        assert said.tokens == rig.engine.continuation(prompt, 300)
+        cached = 300 if len(prompt) == 350 else 0
+        assert said.receipt == (cached, 0, len(prompt) - cached)  # what was lost is not the caller's to pay
+        assert said.final == ([len(prompt) + 300] if keeps else [])
+        if keeps:
+            tokens = [*said.nodes[len(prompt) + 300].all_tokens(), 7]
+            more = rig.submit(tokens, base=said.nodes[len(prompt) + 300], generate=2)
+            rig.run()
+            assert (more.receipt, more.tokens) == ((len(prompt) + 300, 0, 1), rig.engine.continuation(tokens, 2))
+    rig.settle()
+
+
+@pytest.mark.parametrize("state", [State.RESTORING, State.PREFILL], ids=lambda s: s.value)
+@pytest.mark.parametrize("way", ["stop", "cancel", "cancel and save", "time"])
+def test_a_row_whose_state_was_lost_can_be_ended(state: State, way: str) -> None:
+    engine = Forgetful(random.Random(1), 0.0)
+    rig = LoopRig(engine=engine, memory=0)
+    heard = rig.submit(prompt_of(700), generate=60, save_on_cancel=True, save=True, time_limit=9.0)
+    rig.until(heard, State.DECODE)
+    rig.turn()
+    engine.chance = 1.0
+    rig.turn()
+    engine.chance = 0.0
+    picked = len(heard.tokens)
+    rig.until(heard, State.RESTORING)
+    rig.store.flush(0.0)
+    if state is State.PREFILL:
+        rig.store.run_pending()
+        rig.loop._drain()
+    assert (rig.state(heard), len(heard.tokens), heard.end) == (state, picked, None)
+    if way == "time":
+        rig.now += 10
+    else:
+        WAYS[way](rig, heard)
+    rig.run()
+    if way in ("stop", "time"):
+        assert isinstance(heard.end, Ended) and heard.text.endswith("|")
+    else:
+        assert str(heard.error) == "cancelled"
+    assert heard.final in ([512], [700 + len(heard.tokens)] if way != "cancel" else [])
+    rig.settle()
+
+
 class BadText(PlainText):
     """Raises in one of its methods."""
 
@@ -427,6 +504,7 @@ def test_a_store_that_takes_nothing_slows_nothing_down_but_the_snapshot_says_so(
 def test_random_histories_end_every_work_once_with_the_right_tokens(seed: int) -> None:
     rng = random.Random(seed)
     rig = LoopRig(
+        engine=Forgetful(random.Random(seed), rng.choice([0.0, 0.02])),
         memory=rng.choice([0, 5_000, 1 << 20]), disk=rng.choice([20_000, 1 << 22]), rows=rng.randrange(1, 5),
         share_decoded=rng.random() < 0.5,
     )  # fmt: skip
