@@ -3,8 +3,9 @@
 One wake-up of the event loop a step carries every row's events (`Outlet.flush`). Restores are read by the store's I/O
 thread and come back through the mailbox, so they run beside decode and not in front of it.
 
-A row that fails ends alone. An exception out of the engine itself ends every row and the thread: `alive` turns False
-and health with it.
+A row that fails ends alone. An exception out of the engine itself ends every row and the thread: `is_alive` turns False
+and health with it. `restart` begins a new thread. A thread that hangs inside the engine cannot be ended: `give_up` ends
+its works instead, and should it come back it goes on without them. `service.watchdog` decides when.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import secrets
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from kvcache.errors import CorruptRecord
 from kvcache.records import FetchResult
 from kvcache.schedule import Call
 from service.engine import Engine
-from service.errors import CallError, EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.errors import CallError, EngineDown, EngineFailed, QueueFull, RecomputeLimit, RowFailed
 from service.events import FinishReason
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
 from service.scheduler import QueueIsFull, Scheduler, State, Tick
@@ -76,9 +78,11 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._sequences: dict[RowId, Sequence] = {}
         self._next_row = 0
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = self._new_thread()
         self._busy_since: float | None = None
-        self._failure: Exception | None = None
+        self._in_engine = False  # under the lock: while it is set, the thread touches nothing but the engine
+        self._given_up = False  # under the lock: while in the engine, its works were ended
+        self._failed = False
         self._stopping = False
         self._end_error: CallError | None = None  # set once the thread takes no more messages
         self._to_open: list[Sequence] = []
@@ -93,10 +97,25 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Ends the thread; running works fail."""
-        self._post(None)
+    def restart(self, load: Callable[[], tuple[Engine, PrefixCache]], scheduler: Scheduler) -> None:
+        """A new thread in place of one that has failed; row ids and counters go on."""
+        assert self.has_failed
         self._thread.join()
+        with self._wake:
+            self._load, self._scheduler = load, scheduler
+            self._busy_since, self._failed, self._end_error = None, False, None
+            self._to_open, self._to_close = [], []
+            self._thread = self._new_thread()
+            self._thread.start()
+
+    def close(self, patience: float | None = None) -> bool:
+        """Ends the thread; running works fail. False if it has not come back within `patience` seconds."""
+        self._post(None)
+        self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="engine", daemon=True)
 
     def submit(self, work: Work, emit: Callable[[WorkEvent], None]) -> RowId:
         """Queues a work. `emit` is called on the engine thread (on the caller's once that has ended).
@@ -125,9 +144,39 @@ class EngineLoop:
 
     def is_alive(self, stuck_after: float) -> bool:
         """False once the thread has died, or when one step has taken longer than `stuck_after` seconds."""
+        return self._thread.is_alive() and not self._failed and not self._is_stuck(stuck_after)
+
+    @property
+    def has_failed(self) -> bool:
+        """The thread is over, or about to be, and nobody asked it to end."""
+        return self._failed and not self._stopping
+
+    def give_up(self, stuck_after: float) -> int:
+        """Ends every work if the thread has been inside the engine for longer than that; how many."""
+        with self._wake:
+            if not self._in_engine or not self._is_stuck(stuck_after):
+                return 0
+            self._given_up = True
+            # The lock, and looking at `_given_up` before all else, is what keeps the thread away from all of this.
+            error = EngineFailed("the model did not answer in time", hint="the server's log says for how long")
+            ended = len(self._sequences)
+            for row in list(self._sequences):
+                self._end(row, Failed(self._told(row, error)))
+            self._to_open = []
+            kept: deque[_Submit | _End | _Read | None] = deque()
+            for message in self._inbox:
+                if isinstance(message, _Submit):
+                    message.emit(Failed(_not_begun(error)))
+                    ended += 1
+                else:
+                    kept.append(message)
+            self._inbox = kept
+        self._flush()
+        return ended
+
+    def _is_stuck(self, after: float) -> bool:
         busy = self._busy_since
-        stuck = busy is not None and self._clock() - busy > stuck_after
-        return self._thread.is_alive() and self._failure is None and not stuck
+        return busy is not None and self._clock() - busy > after
 
     def count(self, *states: State) -> int:
         """How many sequences are in one of `states`, at some recent moment."""
@@ -138,43 +187,56 @@ class EngineLoop:
 
     def _post(self, message: _Submit | _End | _Read | None) -> None:
         with self._wake:
-            self._inbox.append(message)
-            self._wake.notify()
+            ended = self._end_error is not None
+            if not ended:
+                self._inbox.append(message)
+                self._wake.notify()
+        if ended and isinstance(message, _Read):
+            self._cache.release(message.lookup)
 
     # -- engine thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error = self._serve()
+        try:
+            error = self._serve()
+        except BaseException as failure:  # the engine is broken, or somebody ends threads: say so to everybody
+            log.exception("the engine thread ends")
+            # Its frames hold the model's memory, which a new thread will need.
+            traceback.clear_frames(failure.__traceback__)
+            self._failed = True
+            error = EngineFailed("the model thread failed", hint="the server's log says why")
         for row in list(self._sequences):
-            self._end(row, Failed(error))
+            self._end(row, Failed(self._told(row, error)))
+        self._engine: Engine | None = None
         with self._wake:
             left, self._inbox = list(self._inbox), deque()
-            self._end_error = error  # from here on nobody reads the mailbox
+            self._end_error = _not_begun(error)  # from here on nobody reads the mailbox
         for message in left:
             if isinstance(message, _Submit):
-                message.emit(Failed(error))
+                message.emit(Failed(self._end_error))
+            elif isinstance(message, _Read):
+                self._cache.release(message.lookup)
         self._flush()
 
     def _serve(self) -> CallError:
-        """Loads and steps until told to stop, or until something breaks; returns what later calls are told."""
+        """Loads and steps until told to stop; returns what later calls are told."""
         try:
             self._engine, self._cache = self._load()
-        except Exception as failure:  # whatever is wrong with a model; whoever loads it says so in the log
+        except Exception:  # whatever is wrong with a model; whoever loads it says so in the log
             log.debug("the model was not loaded", exc_info=True)
-            self._failure = failure
+            self._failed = True
             return EngineFailed("the model could not be loaded", hint="see the server's log")
-        try:
-            while not self._stopping:
-                self._drain()
-                self._busy_since = self._clock()
-                self._tick()
-                self._busy_since = None
-                self._flush()
-        except Exception as failure:  # the engine is broken: say so to everybody, and let health see it
-            log.exception("the engine thread ends")
-            self._failure = failure
-            return EngineFailed("the model thread failed", hint="the server must be restarted")
+        while not self._stopping:
+            self._drain()
+            self._busy_since = self._clock()
+            self._tick()
+            self._busy_since = None
+            self._flush()
         return EngineFailed("the server has stopped")
+
+    def _told(self, row: RowId, error: CallError) -> CallError:
+        """What a row hears when all end: one that waited cannot be the cause, and may try again as it is."""
+        return _not_begun(error) if self._scheduler.state(row) is State.QUEUED else error
 
     def _drain(self) -> None:
         with self._wake:
@@ -308,8 +370,24 @@ class EngineLoop:
         plan = self._orders(tick)
         if not plan:
             return
-        result = self._engine.step(plan)
-        self._apply(tick, plan, result)
+        result = self._step(plan)
+        if result is not None:
+            self._apply(tick, plan, result)
+
+    def _step(self, plan: StepPlan) -> StepResult | None:
+        """Makes a step; None if its works were given up meanwhile."""
+        assert self._engine is not None
+        with self._wake:
+            self._in_engine = True
+        try:
+            result = self._engine.step(plan)
+        finally:
+            with self._wake:
+                given_up, self._in_engine, self._given_up = self._given_up, False, False
+        if given_up:
+            log.warning("the model answers again; the works of that step are gone")
+            return None
+        return result
 
     def _orders(self, tick: Tick) -> StepPlan:
         prefill: list[Prefill] = []
@@ -536,6 +614,11 @@ class EngineLoop:
         if not closed:
             self._to_close.append(row)
         seq.emit(event)
+
+
+def _not_begun(error: CallError) -> EngineDown:
+    """`error` for a call that nothing was done for."""
+    return EngineDown(error.text, hint="try again", retry_after=2.0)
 
 
 def _row_failure(failure: Exception, seq: Sequence, state: State) -> CallError:

@@ -14,7 +14,7 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from service.engine.fake import FakeEngine
-from service.errors import EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.errors import EngineDown, EngineFailed, QueueFull, RecomputeLimit, RowFailed
 from service.events import FinishReason
 from service.loop import RESTORE_TRIES, EngineLoop
 from service.plan import Prefill, RowId, StepPlan, StepResult
@@ -621,9 +621,10 @@ def test_a_broken_engine_ends_every_work_and_the_thread_and_shows() -> None:
     late = Listener()
     loop.submit(short_work(), late)  # in the mailbox when it happens
     rig.engine.go.set()  # type: ignore[attr-defined]
-    for listener in [*works, late]:
-        end = listener.end()
-        assert isinstance(end, Failed) and isinstance(end.error, EngineFailed)
+    ends = [listener.end() for listener in [*works, late]]
+    # What ran may be what it died of; what waited is told to try again.
+    assert [type(end.error) for end in ends if isinstance(end, Failed)] == [EngineFailed] + 3 * [EngineDown]
+    assert loop.has_failed
     loop.close()
     assert not loop.is_alive(1e9)
     assert rig.store.stats().pinned == 0
@@ -638,7 +639,7 @@ def test_what_comes_after_the_end_is_answered_too() -> None:
     late = Listener()
     loop.submit(short_work(), late)
     end = late.end()
-    assert isinstance(end, Failed) and isinstance(end.error, EngineFailed)
+    assert isinstance(end, Failed) and isinstance(end.error, EngineDown)
     loop.cancel(RowId(1))
     loop.close()
 
@@ -652,7 +653,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_thread_and_shows() -> None:
     loop.submit(short_work(), waiting)
     loop.start()
     end = waiting.end()
-    assert isinstance(end, Failed) and isinstance(end.error, EngineFailed)
+    assert isinstance(end, Failed) and isinstance(end.error, EngineDown)
     loop.close()
     assert not loop.is_alive(1e9)
 
@@ -670,7 +671,7 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
     rig.engine.go.set()  # type: ignore[attr-defined]
     closing.join(60)
     ends = [listener.end() for listener in works]
-    assert all(isinstance(end, Ended) or isinstance(end.error, EngineFailed) for end in ends)
+    assert all(isinstance(end, Ended) or isinstance(end.error, EngineDown) for end in ends)
     assert any(isinstance(end, Failed) for end in ends)
     assert not loop.is_alive(1e9)
     assert [node for node in rig.cache._tree if node.holds] == []
@@ -691,3 +692,86 @@ def test_a_step_that_takes_too_long_shows() -> None:
     listener.end()
     loop.close()
     assert next(now) == 0
+
+
+def test_a_thread_that_died_is_followed_by_another_with_the_same_cache() -> None:
+    rig = LoopRig(engine=Gate(breaks=True))
+    loop = threaded(lambda: (rig.engine, rig.cache))
+    kept = rig.submit(prompt_of(300), keep=[300])
+    rig.engine.go.set()  # type: ignore[attr-defined]
+    rig.engine.breaks = False  # type: ignore[attr-defined]
+    rig.run()
+    rig.engine.breaks = True  # type: ignore[attr-defined]
+    loop.start()
+    first = Listener()
+    row = loop.submit(short_work(), first)
+    assert isinstance(first.end(), Failed)
+    fresh = FakeEngine(LAYOUT)
+    loop.restart(lambda: (fresh, rig.cache), Scheduler(SchedulerConfig(max_rows=1)))
+    again = Listener()
+    node = kept.nodes[300]
+    tokens = [*node.all_tokens(), 7]
+    assert loop.submit(replace(short_work(), owner="a", tokens=tokens, base=node), again) > row
+    while not again.ended.wait(0.01):
+        rig.store.run_pending()
+    end = again.end()
+    assert isinstance(end, Ended) and end.usage.cached_tokens == 300
+    assert loop.is_alive(1e9) and not loop.has_failed
+    loop.cancel(row)  # one of the dead thread's: nobody's now
+    assert loop.close()
+    rig.settle()
+
+
+def test_works_of_a_step_that_hangs_are_given_up_and_the_thread_goes_on_without_them() -> None:
+    rig = LoopRig(engine=Gate(breaks=False))
+    clock = {"now": 0.0}
+    loop = EngineLoop(
+        lambda: (rig.engine, rig.cache), Scheduler(SchedulerConfig(max_rows=2)), lambda: None, lambda: clock["now"]
+    )
+    loop.start()
+    works = [Listener() for _ in range(3)]
+    for listener in works:
+        loop.submit(replace(short_work(), keep=frozenset({20})), listener)
+    assert rig.engine.reached.wait(60)  # type: ignore[attr-defined]
+    late = Listener()
+    loop.submit(short_work(), late)  # in the mailbox
+    assert loop.give_up(30.0) == 0
+    clock["now"] = 31.0
+    assert loop.give_up(30.0) == 4
+    assert {type(listener.end().error) for listener in works[:1]} == {EngineFailed}  # type: ignore[union-attr]
+    assert isinstance(late.end(), Failed)
+    assert loop.give_up(30.0) == 0  # nothing is left
+    later = Listener()
+    loop.submit(short_work(), later)
+    assert loop.give_up(30.0) == 1 and isinstance(later.end(), Failed)
+    assert not loop.is_alive(30.0)
+    rig.engine.go.set()  # type: ignore[attr-defined]
+    served = Listener()
+    loop.submit(short_work(), served)
+    assert isinstance(served.end(), Ended)
+    assert loop.is_alive(30.0)
+    loop.close()
+    for listener in [*works, late, later]:
+        listener.end()  # still the only end that each has
+    assert rig.engine.rows == frozenset()
+    assert rig.store.stats().pinned == 0
+    assert [node for node in rig.cache._tree if node.holds] == []
+
+
+def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    rig = LoopRig(engine=Gate(breaks=False))
+    loop = threaded(lambda: (rig.engine, rig.cache))
+    loop.start()
+    loop.submit(short_work(), Listener())
+    assert rig.engine.reached.wait(60)  # type: ignore[attr-defined]
+    assert not loop.close(0.01)
+    rig.engine.go.set()  # type: ignore[attr-defined]
+    assert loop.close()
+
+
+def test_a_work_that_cannot_begin_is_nobody_elses_end(rig: LoopRig) -> None:
+    ill = rig.submit([-1, 2], generate=3)  # no token id
+    well = rig.submit(prompt_of(20), generate=3)
+    rig.run()
+    assert isinstance(ill.error, RowFailed)
+    assert well.tokens == rig.engine.continuation(prompt_of(20), 3)
