@@ -1,4 +1,4 @@
-"""Hundreds of calls that end at the worst moment; afterwards the server holds what it held before, counted by itself."""
+"""Hundreds of calls that end at the worst moment; afterwards the server holds what it held before, by its own count."""
 
 from __future__ import annotations
 
