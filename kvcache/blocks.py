@@ -42,10 +42,16 @@ def content_key(parent: ContentKey, tokens: Sequence[int]) -> ContentKey:
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32, whatever the machine."""
-    packed = array("I", tokens)
     if sys.byteorder == "big":
+        packed = array("I", tokens)
         packed.byteswap()
-    return packed.tobytes()
+        return packed.tobytes()
+    return as_array(tokens).tobytes()
+
+
+def as_array(tokens: Sequence[int]) -> array[int]:
+    """`tokens` themselves where they are an array, else a copy as one."""
+    return tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
 
 
 def tokens_of(data: bytes) -> array[int]:

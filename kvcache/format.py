@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass
 
 from kvcache.errors import FormatError
-from kvcache.records import Buffer, Name, NoteId, NoteKind, RecordId, RecordKind
+from kvcache.records import KEY_BYTES, Buffer, Name, NoteId, NoteKind, RecordId, RecordKind
 
 FORMAT_VERSION = 1
 
@@ -79,6 +79,8 @@ def decode_segment_header(data: Buffer) -> SegmentHeader:
 def encode_record_header(header: RecordHeader) -> bytes:
     if not 0 <= header.payload_bytes <= MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload has at most {MAX_PAYLOAD_BYTES} bytes, not {header.payload_bytes}")
+    if len(header.record.key) != KEY_BYTES:
+        raise ValueError(f"a record key has {KEY_BYTES} bytes, not {len(header.record.key)}")
     body = RECORD_HEADER.pack(
         RECORD_MAGIC,
         FORMAT_VERSION,

@@ -31,12 +31,11 @@ def needed(path: Sequence[Node], layout: CacheLayout, *, logits: bool) -> list[t
     if not path:
         return []
     kinds = layout.kinds
-    end = path[-1].end
     records: list[tuple[RecordId, int]] = []
     if RecordKind.FULL in kinds:
         records += [(RecordId(n.source, RecordKind.FULL), n.start) for n in path]
     if RecordKind.WINDOW in kinds:
-        records += [(RecordId(n.key, RecordKind.WINDOW), n.start) for n in path if n.end > end - layout.window]
+        records += [(RecordId(n.key, RecordKind.WINDOW), n.start) for n in _reach(path, layout)]
     if RecordKind.STATE in kinds:
         records.append((RecordId(path[-1].key, RecordKind.STATE), path[-1].start))
     if logits:
@@ -67,7 +66,7 @@ def plan_restore(
         if end > target:
             continue
         logits = end == target and not more_follows
-        # The tail of the list is what can be missing: FULL records were checked above.
+        # FULL records were checked above, and the others are those of what window layers reach into.
         wanted = needed(_reach(here, layout), layout, logits=logits)
         if all(has(record) for record, _ in wanted if record.kind is not RecordKind.FULL):
             return _plan(here, layout, end, logits=logits)
@@ -106,9 +105,9 @@ def _plan(path: Sequence[Node], layout: CacheLayout, position: int, *, logits: b
 
 
 def _reach(path: Sequence[Node], layout: CacheLayout) -> Sequence[Node]:
-    """The end of `path` that window layers reach into; keeps planning linear."""
-    end = path[-1].end
-    depth = len(path)
-    while depth > 1 and path[depth - 1].start > end - layout.window:
+    """The end of `path` that window layers reach into, at least its last node; keeps planning linear."""
+    begin = path[-1].end - layout.window
+    depth = len(path) - 1
+    while depth > 0 and path[depth - 1].end > begin:
         depth -= 1
-    return path[depth - 1 :]
+    return path[depth:]

@@ -43,7 +43,8 @@ def plan_calls(start: int, end: int, stops: Iterable[int], replay: Iterable[int]
 
 def prefill_schedule(block_start: int, block_end: int, ends: Iterable[int]) -> bytes:
     """How a block was prefilled: the offsets of call ends strictly inside it."""
-    return b"P" + bytes(sorted({e - block_start for e in ends if block_start < e < block_end}))
+    inside = {e - block_start for e in ends if block_start < e < block_end}
+    return b"P" + bytes(sorted(inside)) if inside else b"P"
 
 
 def decode_schedule(nonce: bytes) -> bytes:

@@ -141,14 +141,15 @@ class BlockTree:
         node.parent.children.discard(node)
         return [node.parent] if not node.parent.children and node.parent.parent is not None else []
 
-    def known_prefix(self, root: Node, tokens: Sequence[int]) -> tuple[list[Node], int]:
+    def known_prefix(self, start: Node, tokens: Sequence[int]) -> tuple[list[Node], int]:
         """The longest content match: one node for each matched full block, and the length in tokens of the match.
 
-        The length goes on into the block where the prompt leaves every known chain.
+        `start` is a root or a full block whose prefix `tokens` are known to begin with. The length goes on into the
+        block where the prompt leaves every known chain.
         """
         matched: list[Node] = []
-        content = root.content
-        position = 0
+        content = start.content
+        position = start.end
         while position + BLOCK_TOKENS <= len(tokens):
             block = tokens[position : position + BLOCK_TOKENS]
             following = content_key(content, block)

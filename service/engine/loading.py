@@ -40,6 +40,7 @@ def load(folder: Path):
     mx = cpu.mlx()
     from mlx.utils import tree_map
 
+    from service.engine import few_rows
     from service.engine.probe import probe
     from service.engine.upstream import load_model
 
@@ -51,6 +52,8 @@ def load(folder: Path):
             tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
         )
     mx.eval(model.parameters())
+    if report.blas is not None:
+        few_rows.adopt(model)
     probed = probe(model)
     layout = probed.layout
     if layout.alone:
@@ -79,7 +82,7 @@ def fingerprint_of(folder: Path, layout: CacheLayout, dtype: str) -> str:
             with path.open("rb") as file:
                 while block := file.read(_READ):
                     digest.update(block)
-    for fact in (layout.describe(), dtype, version("mlx"), version("mlx-lm"), "kvfork-state-1"):
+    for fact in (layout.describe(), dtype, version("mlx"), version("mlx-lm"), "kvfork-state-2"):
         digest.update(b"\0" + fact.encode())
     return digest.hexdigest()[:32]
 

@@ -110,10 +110,20 @@ class MlxEngine:
             result.captured[call.row] = layers.capture(row.caches, self._layout, call.capture, row.logits)
 
     def _sample(self, rows: list[RowId], result: StepResult) -> None:
+        """The first token of each row. Together; if that raises, each by itself, so that only the culprit ends."""
         if not rows:
             return
-        logits = mx.concatenate([self._rows[row].logits for row in rows])
-        self._take(rows, pick_all(logits, [self._rows[row].sampler for row in rows]), result)
+        try:
+            logits = mx.concatenate([self._rows[row].logits for row in rows])
+            picks = pick_all(logits, [self._rows[row].sampler for row in rows])
+        except Exception as error:
+            if len(rows) == 1:
+                result.failed[rows[0]] = error
+            else:
+                for row in rows:
+                    self._sample([row], result)
+            return
+        self._take(rows, picks, result)
 
     def _decode(self, order: Decode, result: StepResult) -> None:
         self._leave([row for row in self._batch.rows if row not in order.rows], result)

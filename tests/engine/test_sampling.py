@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from service.engine.draw import largest
 from service.engine.sampling import BadLogits, RowSampler, pick_all
 from service.plan import Picked
 from service.request import Sampling
@@ -273,11 +274,7 @@ def test_a_row_whose_knobs_raise_fails_alone() -> None:
 
 
 class Broken(RowSampler):
-    @property
-    def plain(self) -> bool:
-        return False
-
-    def pick(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+    def pick(self, logits: np.ndarray, mask: np.ndarray | None = None) -> Picked:
         raise ZeroDivisionError
 
 
@@ -287,3 +284,83 @@ def test_half_precision_logits_are_picked_from_in_single() -> None:
     (pick,) = pick_all(half[:1], [sampler(top=0)])
     assert isinstance(pick, Picked) and pick.logprob is not None
     assert pick.logprob == pytest.approx(float(np.log(softmax(single[0]).max())), abs=1e-5)
+
+
+# -- large vocabularies: only the likeliest are ordered
+
+
+def large(rows: int, vocab: int, spread: float, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, spread, (rows, vocab)).astype(np.float32)
+
+
+@pytest.mark.parametrize("spread", [0.1, 2.0, 9.0], ids="flat {}".format)
+@pytest.mark.parametrize(
+    "knobs",
+    [{"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 70}, {"top_k": 5, "top_p": 0.5}, {"top_p": 0.8, "min_p": 0.01}],
+    ids=str,
+)
+def test_what_a_filter_keeps_of_a_large_vocabulary_is_as_defined(knobs: dict[str, float], spread: float) -> None:
+    # A flat distribution's nucleus is wider than the first look, so the look is widened.
+    logits = large(1, 40_000, spread)[0]
+    likely = kept(logits, temperature=1.0, **knobs) > 0
+    rows = [sampler(temperature=1.0, seed=seed, **knobs) for seed in range(60)]
+    drawn = tokens(pick_rows(np.tile(logits, (60, 1)), rows))
+    edge = np.sort(logits[likely])[0]
+    assert all(logits[token] >= edge - 1e-3 for token in drawn)  # float32 sums may put the edge one token further
+    if likely.sum() > 200:
+        assert len(set(drawn)) > 20
+
+
+def test_a_row_draws_the_same_beside_rows_with_other_knobs() -> None:
+    logits = large(5, 30_000, 1.5)
+    knobs = [
+        {"temperature": 1.0, "top_p": 0.95},
+        {"temperature": 0.7, "top_k": 40},
+        {"temperature": 1.3},
+        {"temperature": 1.0, "top_k": 900, "top_p": 0.9, "min_p": 0.001},
+        {"temperature": 0.0, "frequency_penalty": 0.4},
+    ]
+    together = [sampler(seed=9, top=3, **k) for k in knobs]
+    apart = [sampler(seed=9, top=3, **k) for k in knobs]
+    for _ in range(12):
+        assert pick_rows(logits, together) == [pick_rows(logits[i : i + 1], [s])[0] for i, s in enumerate(apart)]
+
+
+def test_the_models_logits_are_left_as_they_were() -> None:
+    logits = mx.array(LOGITS)
+    pick_all(logits, [sampler(logit_bias=((2, 50.0),), repetition_penalty=2.0, context=(1, 2)) for _ in LOGITS])
+    assert np.array_equal(np.array(logits), LOGITS)
+
+
+def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_should() -> None:
+    logits = np.zeros(200_000, np.float32)
+    logits[0] = np.log(200_000)  # half of the mass, the rest evenly over the tail
+    rows = [sampler(temperature=1.0, seed=seed) for seed in range(400)]
+    drawn = np.array(tokens(pick_rows(np.tile(logits, (400, 1)), rows)))
+    assert 140 < (drawn == 0).sum() < 260
+    tail = drawn[drawn > 0]
+    assert 0.35 < (tail > 100_000).mean() < 0.65
+    assert len(set(tail.tolist())) > 100
+
+
+def test_a_mask_leaves_the_tokens_that_it_allows_and_an_exception_in_its_place_ends_the_row() -> None:
+    allowed = np.zeros(VOCAB, dtype=bool)
+    allowed[[4, 7]] = True
+    rows = [sampler(), sampler(top=1), sampler(temperature=1.0, top_p=0.9), sampler(), sampler()]
+    masks = {1: allowed, 2: allowed, 3: ~allowed | True, 4: ValueError("no more")}
+    picks = pick_all(mx.array(LOGITS[:5]), rows, masks)
+    best = [4, 7][int(LOGITS[1][7] > LOGITS[1][4])]
+    assert isinstance(picks[4], ValueError)
+    assert tokens(picks[:2]) == [LOGITS[0].argmax(), best]
+    assert tokens(picks[2:4])[0] in (4, 7) and tokens(picks[3:4]) == [LOGITS[3].argmax()]
+    nothing = pick_all(mx.array(LOGITS[:2]), [sampler(), sampler()], {0: np.zeros(VOCAB, dtype=bool)})
+    assert isinstance(nothing[0], BadLogits) and tokens(nothing[1:]) == [LOGITS[1].argmax()]
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 5000])
+@pytest.mark.parametrize("levels", [2, 1000], ids=["many ties", "few ties"])
+def test_the_largest_of_a_row_are_found_with_everything_that_ties(size: int, levels: int) -> None:
+    scores = np.random.default_rng(size).integers(0, levels, size).astype(np.float32)
+    for count in {1, 2, size // 3, size - 1, size} & set(range(1, size + 1)):
+        wanted = np.flatnonzero(scores >= np.sort(scores)[-count])
+        assert largest(scores, count).tolist() == wanted.tolist()

@@ -86,7 +86,7 @@ def test_times_labels_and_pins_are_as_they_were_and_time_goes_on_while_down(ring
     assert (found.labels, found.ttl, found.expires) == ({"a": "2", "b": "3"}, 1000.0, kept.expires)
     assert again.cache.snapshot("a", "short").expires == short.expires == 1200.0
     assert again.cache.snapshot("a", "pinned").pinned and pinned.pinned
-    assert all(again.store._index.is_pinned(record) for record in again.cache._records_of(found))
+    assert all(again.store._index.is_pinned(record) for record in again.cache._stock.records_of(found.node))
     later = restart(again, ring, 3, now=world.now + 250.0)
     assert sorted(later.handles) == ["kept", "pinned"]
     later.cache.update(later.cache.snapshot("a", "pinned"), pinned=False)
@@ -472,7 +472,7 @@ def test_named_segments_stay_and_answer_like_any_other_storage(tmp_path: Path, r
     with StoreDirectory(tmp_path / "s") as directory:
         world = DurableWorld(LAYOUT, directory.storage(), ring)
         kept = world.keep(world.run(PROMPT).nodes[600], "name")
-        assert all(world.store.locate(record) is Tier.DISK for record in world.cache._records_of(kept))
+        assert all(world.store.locate(record) is Tier.DISK for record in world.cache._stock.records_of(kept.node))
         world.cache.close()
         files = sorted(file.name for file in (tmp_path / "s" / "segments").iterdir())
         assert files[0] == "segment-00000000.kv"

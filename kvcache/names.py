@@ -1,0 +1,331 @@
+"""Names of snapshots over their state: made, used, changed, ended, and where a store is durable, told to its journal.
+
+Owns the lock around tree, names and bookkeeping, which is never held across I/O. Which names exist and when they end
+is the registry's (`kvcache.snapshots`); how notes reach the disk the journal's.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvcache.errors import StoreError
+from kvcache.journal import Journal
+from kvcache.keys import KeyRing
+from kvcache.layout import CacheLayout
+from kvcache.records import RecordKind
+from kvcache.snapshots import (
+    GoneReason,
+    NotDurableSnapshot,
+    Snapshot,
+    SnapshotBusy,
+    SnapshotRegistry,
+    UnknownSnapshot,
+)
+from kvcache.stock import Stock
+from kvcache.store import TieredStore
+from kvcache.store_dir import boot_id
+from kvcache.tree import Node
+
+LINEAGE_LIMIT = 1000  # ancestors remembered by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    """What one owner may hold, and for how long. Times in seconds."""
+
+    max_snapshots: int = 10_000
+    max_pinned: int = 100
+    default_ttl: float = 3600.0
+    max_ttl: float = 7 * 24 * 3600.0
+
+
+DEFAULT_LIMITS = CacheLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durable:
+    """What a cache over a durable store needs to know of it."""
+
+    ring: KeyRing
+    instance: str
+    opening: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """How to keep a new snapshot."""
+
+    snapshot_id: str = ""
+    ttl: float | None = None
+    pinned: bool = False
+    labels: tuple[tuple[str, str], ...] = ()
+    durable: bool = False  # `make_durable` follows
+
+
+class NamedSnapshots:
+    """The part of the cache that callers' names go through. Thread-safe."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        layout: CacheLayout,
+        fingerprint: str,
+        *,
+        limits: CacheLimits,
+        clock: Callable[[], float],
+        durable: Durable | None,
+    ) -> None:
+        assert store.durable == (durable is not None)
+        self.store = store
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self.limits = limits
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._stock = Stock(store, layout)
+        self._snapshots = SnapshotRegistry(
+            max_per_owner=limits.max_snapshots, max_pinned=limits.max_pinned, forget=self._forget
+        )
+        self._durable = durable
+        self._journal: Journal | None = None
+        if durable is not None:
+            self._journal = Journal(store, fingerprint, self._stock.tree, clock)
+            for snapshot in self._journal.load(durable.ring.owners()).snapshots:
+                self._snapshots.restore(snapshot)
+                if snapshot.pinned:
+                    self.store.pin(self._stock.records_of(snapshot.node))
+
+    def add_snapshot(self, owner: str, node: Node, keep: Keep, *, parent: Snapshot | None) -> Snapshot:
+        """Names the prefix that ends at `node`. Raises TakenSnapshotId or SnapshotLimit; then nothing has changed."""
+        assert node.parent is not None, "the empty prefix has no name"
+        now = self._clock()
+        ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
+        lineage = ((*parent.lineage, parent.id) if parent else ())[-LINEAGE_LIMIT:]
+        snapshot = Snapshot(
+            id=keep.snapshot_id or self._new_id(durable=keep.durable),
+            owner=owner,
+            node=node,
+            lineage=lineage,
+            created=now,
+            last_use=now,
+            ttl=ttl,
+            expires=now + ttl,
+            pinned=keep.pinned,
+            labels=dict(keep.labels),
+        )
+        with self._lock:
+            self._snapshots.expire(now)
+            self._snapshots.add(snapshot)
+            node.holds += 1
+            if snapshot.pinned:
+                self.store.pin(self._stock.records_of(snapshot.node))
+        return snapshot
+
+    def check_room(self, owner: str, *, count: int, pinned: int) -> None:
+        """Raises SnapshotLimit if so many more snapshots would not fit."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            self._snapshots.check_room(owner, count=count, pinned=pinned)
+
+    def snapshot(self, owner: str, snapshot_id: str) -> Snapshot:
+        """Raises UnknownSnapshot or GoneSnapshot."""
+        with self._lock:
+            return self._find(owner, snapshot_id)
+
+    def use(self, owner: str, snapshot_id: str) -> Snapshot:
+        """The snapshot, counted as in use until `unuse`: it neither expires nor can be deleted unawares."""
+        with self._lock:
+            snapshot = self._find(owner, snapshot_id)
+            snapshot.uses += 1
+            self._touch(snapshot)
+            return snapshot
+
+    def unuse(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            snapshot.uses -= 1
+            self._touch(snapshot)
+
+    def snapshots(self, owner: str) -> list[Snapshot]:
+        """Oldest first."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            return self._snapshots.of(owner)
+
+    def all_snapshots(self) -> list[Snapshot]:
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            return list(self._snapshots)
+
+    def descendants(self, snapshot: Snapshot) -> list[Snapshot]:
+        with self._lock:
+            return self._snapshots.descendants(snapshot)
+
+    def abandoned_by(self, source: Snapshot, cut: int) -> list[Snapshot]:
+        """What a rollback of `source` to `cut` gives up."""
+        with self._lock:
+            return self._snapshots.abandoned_by(source, cut)
+
+    def delete(self, snapshot: Snapshot, reason: GoneReason = GoneReason.DELETED, *, in_use_ok: bool = False) -> None:
+        """Ends a name. Raises SnapshotBusy while calls read from it, unless `in_use_ok`."""
+        with self._lock:
+            if snapshot.uses and not in_use_ok:
+                raise SnapshotBusy(snapshot.id, snapshot.uses)
+            self._snapshots.drop(snapshot, reason, self._clock())
+
+    def update(
+        self,
+        snapshot: Snapshot,
+        *,
+        labels: Mapping[str, str] | None = None,
+        expires: float | None = None,
+        ttl: float | None = None,
+        pinned: bool | None = None,
+    ) -> None:
+        """Changes what can change. Raises SnapshotLimit on one pin too many; then nothing has changed."""
+        with self._lock:
+            if pinned and not snapshot.pinned:
+                self._snapshots.check_room(snapshot.owner, count=0, pinned=1, snapshot_id=snapshot.id)
+                self.store.pin(self._stock.records_of(snapshot.node))
+            if pinned is False and snapshot.pinned:
+                self.store.unpin(self._stock.records_of(snapshot.node))
+            if pinned is not None:
+                snapshot.pinned = pinned
+            if labels is not None:
+                snapshot.labels = dict(labels)
+            now = self._clock()
+            if ttl is not None:
+                snapshot.ttl = min(ttl, self.limits.max_ttl)
+                snapshot.expires = now + snapshot.ttl
+            if expires is not None:
+                snapshot.expires = min(expires, now + self.limits.max_ttl)
+            self._changed(snapshot)
+
+    def extend(self, snapshot: Snapshot, ttl: float | None) -> None:
+        """More time from now on; never less than promised."""
+        with self._lock:
+            if ttl is not None:
+                snapshot.ttl = min(ttl, self.limits.max_ttl)
+            snapshot.expires = max(snapshot.expires, self._clock() + snapshot.ttl)
+            self._changed(snapshot)
+
+    def rehome(self, snapshot: Snapshot, node: Node) -> None:
+        """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""
+        with self._lock:
+            if self._snapshots_gone(snapshot):
+                return
+            if node is snapshot.node:
+                self._record_move(snapshot)  # what was computed again is to be on disk again
+                return
+            assert node.end == snapshot.node.end and node.content == snapshot.node.content
+            pinned = snapshot.pinned
+            if pinned:
+                self.store.unpin(self._stock.records_of(snapshot.node))
+            old, snapshot.node = snapshot.node, node
+            node.holds += 1
+            if pinned:
+                self.store.pin(self._stock.records_of(snapshot.node))
+            self._record_move(snapshot)
+            self._stock.unhold(old)
+
+    def sweep(self) -> None:
+        """Ends what is over and forgets what the store lost; call it now and then."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            self._stock.forget_lost()
+            if self._journal is not None:
+                self._journal.sweep()
+
+    def make_durable(self, snapshot: Snapshot, done: Callable[[StoreError | None], None]) -> None:
+        """Brings a snapshot to disk with its state. `done` is told the error, or None once it survives a power cut.
+
+        It runs on the store's I/O thread and must not block. Until then the snapshot is in use.
+        """
+        assert self._journal is not None, "the store is ephemeral"
+
+        def safe(error: StoreError | None) -> None:
+            with self._lock:
+                snapshot.durable = snapshot.durable or error is None
+                snapshot.uses -= 1
+            done(error)
+
+        with self._lock:
+            snapshot.uses += 1
+            snapshot.recorded = True
+            records = self._stock.records_of(snapshot.node)
+            logits = [record for record in records if record.kind is RecordKind.LOGITS]  # a boundary may have none
+            self._journal.save(snapshot, records[: len(records) - len(logits)], logits, safe)
+
+    def settle(self, done: Callable[[StoreError | None], None]) -> None:
+        """Calls back once every change so far is on disk, or has failed; at once if nothing ever is."""
+        if self._journal is None:
+            done(None)
+        else:
+            self._journal.settle(done)
+
+    def close(self) -> None:
+        """Writes what a durable store still has to learn, and closes the store."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.finish(self._snapshots)
+        self.store.close()
+
+    # REQUIRES: lock is held
+
+    def _find(self, owner: str, snapshot_id: str) -> Snapshot:
+        try:
+            return self._snapshots.find(owner, snapshot_id, self._clock())
+        except UnknownSnapshot:
+            opening = opening_of(snapshot_id)
+            if self._durable is not None and opening is not None and opening < self._durable.opening:
+                raise NotDurableSnapshot(snapshot_id, boot_id(self._durable.instance, opening)) from None
+            raise
+
+    def _new_id(self, *, durable: bool) -> str:
+        marked = self._durable is not None and not durable
+        return new_snapshot_id(opening=self._durable.opening if marked and self._durable is not None else None)
+
+    def _touch(self, snapshot: Snapshot) -> None:
+        snapshot.touch(self._clock())
+        if self._journal is not None and snapshot.recorded:
+            self._journal.used(snapshot)
+
+    def _changed(self, snapshot: Snapshot) -> None:
+        if self._journal is not None and snapshot.recorded:
+            self._journal.changed(snapshot)
+
+    def _record_move(self, snapshot: Snapshot) -> None:
+        if self._journal is not None and snapshot.recorded:
+            self._journal.moved(snapshot, self._stock.records_of(snapshot.node))
+
+    def _snapshots_gone(self, snapshot: Snapshot) -> bool:
+        return all(s is not snapshot for s in self._snapshots.of(snapshot.owner))
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Called by the registry, in the lock, when a name ends."""
+        if snapshot.pinned:
+            self.store.unpin(self._stock.records_of(snapshot.node))
+        if self._journal is not None and snapshot.recorded:
+            self._journal.gone(snapshot)
+            snapshot.recorded = False  # whoever still holds it writes no more
+        self._stock.unhold(snapshot.node)
+
+
+def new_snapshot_id(*, opening: int | None = None) -> str:
+    """128 random bits, in the alphabet that callers' ids have.
+
+    `opening`: the durable store's, for a snapshot that is not durable: a later opening can tell what became of it.
+    """
+    number = int.from_bytes(secrets.token_bytes(16), "big")
+    alphabet = "0123456789abcdefghijklmnopqrstuv"
+    mark = f"-m{opening}" if opening is not None else ""
+    return "s" + "".join(alphabet[number >> shift & 31] for shift in range(125, -1, -5)) + mark
+
+
+def opening_of(snapshot_id: str) -> int | None:
+    """The opening that `new_snapshot_id` was given, if any."""
+    match = re.fullmatch(r"s[0-9a-v]{26}-m([0-9]{1,10})", snapshot_id)
+    return int(match[1]) if match else None

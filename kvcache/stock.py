@@ -1,0 +1,82 @@
+"""The tree of blocks with what the store holds of it. Owns how long nodes live; knows nothing of names or prompts.
+
+A node goes as soon as nothing holds it and no record of it is left; a tail's records go with its last hold. Not
+thread-safe: `kvcache.cache` holds the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.layout import CacheLayout
+from kvcache.receipt import MissReason
+from kvcache.records import RecordId, RecordKind, Tier
+from kvcache.restore import RestorePlan, disk_tokens, needed, plan_restore
+from kvcache.store import TieredStore
+from kvcache.tree import BlockTree, Node
+
+
+class Stock:
+    """Nodes, and which of their records are there."""
+
+    def __init__(self, store: TieredStore, layout: CacheLayout) -> None:
+        self.store = store
+        self.layout = layout
+        self.tree = BlockTree()
+
+    def has(self, record: RecordId) -> bool:
+        return self.store.locate(record) is not None
+
+    def restorable(self, node: Node) -> bool:
+        return all(self.has(record) for record, _ in needed(node.path(), self.layout, logits=False))
+
+    def records_of(self, node: Node) -> list[RecordId]:
+        """What makes the end of `node` usable, next-token logits included."""
+        return [record for record, _ in needed(node.path(), self.layout, logits=True)]
+
+    def plan(self, path: Sequence[Node], *, target: int, more_follows: bool) -> RestorePlan | None:
+        """The deepest position at or before `target` of which everything is stored."""
+        return plan_restore(path, self.layout, self.has, target=target, more_follows=more_follows)
+
+    def disk_tokens(self, plan: RestorePlan) -> int:
+        tiers = [self.store.locate(record) or Tier.DISK for record in plan.records]
+        return disk_tokens(plan, tiers)
+
+    def exclusive_bytes(self, node: Node) -> int:
+        total = 0
+        here = node
+        while here.parent is not None and here.holds <= 1 and len(here.children) <= (0 if here is node else 1):
+            if here is not node and here.holds > 0:
+                break
+            for kind in (*self.layout.kinds, RecordKind.LOGITS):
+                total += self.store.size(RecordId(here.key, kind)) or 0
+            here = here.parent
+        return total
+
+    def unhold(self, node: Node) -> None:
+        node.holds -= 1
+        assert node.holds >= 0, node
+        if node.holds == 0 and node.is_tail:
+            # A tail serves its snapshot alone; full blocks stay, as long as the store keeps them.
+            self.store.delete([RecordId(node.key, kind) for kind in (*self.layout.kinds, RecordKind.LOGITS)])
+        self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        todo = [node]
+        while todo:
+            here = todo.pop()
+            if here.parent is None or here.holds or here.children or self.tree.get(here.key) is not here:
+                continue
+            if any(self.has(RecordId(here.key, kind)) for kind in (*self.layout.kinds, RecordKind.LOGITS)):
+                continue
+            todo += self.tree.discard(here)
+            if here.borrows is not None:
+                self.unhold(here.borrows)
+
+    def forget_lost(self) -> None:
+        """Takes note of records that the store gave up."""
+        for record in self.store.drain_evicted():
+            node = self.tree.get(record.key)
+            if node is not None:
+                node.lost = MissReason.EVICTED
+                self.prune(node)
