@@ -124,7 +124,7 @@ def test_500_deadlines_of_1_to_200_ms(unharmed: LiveServer) -> None:
     picked = random.Random(6)
 
     def limited(i: int) -> str:
-        save = {"save": pb.SnapshotOptions(snapshot_id=f"late-{i}"), "save_on_cancel": True} if i % 5 == 0 else {}
+        save = {"save": pb.SnapshotOptions(snapshot_id=f"kept-late-{i}"), "save_on_cancel": True} if i % 5 == 0 else {}
         request = greedy(
             raw(prompt_of(picked.choice([5, 300, 3000]), i)), tokens=picked.choice([1, 8, ENDLESS]), **save
         )

@@ -52,7 +52,7 @@ def soak(model: str, seconds: float, round_seconds: float, seed: int) -> Run:
         while time.monotonic() < until_time:
             length = min(round_seconds, until_time - time.monotonic())
             callers = [
-                Caller(server, random.Random(f"{seed} {run.rounds} {i}"), f"{model}-{run.rounds}-{i}")
+                Caller(server, random.Random(f"{seed} {run.rounds} {i}"), f"round-{run.rounds}-{i}")
                 for i in range(CALLERS)
             ]
             with ThreadPoolExecutor(CALLERS) as pool:
