@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Lookup, PrefixCache
@@ -34,6 +35,7 @@ from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled,
 
 log = logging.getLogger("kvfork.loop")
 
+TEARDOWN_SECONDS = 2.0  # milliseconds are usual
 RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
 
 
@@ -112,7 +114,10 @@ class EngineLoop:
         """Ends the thread; running works fail. False if it has not come back within `patience` seconds."""
         self._post(None)
         self._thread.join(patience)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        _wait_for_teardown(self._thread)
+        return True
 
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(target=self._run, name="engine", daemon=True)
@@ -614,6 +619,17 @@ class EngineLoop:
         if not closed:
             self._to_close.append(row)
         seq.emit(event)
+
+
+def _wait_for_teardown(thread: threading.Thread) -> None:
+    """Waits until the system's thread is gone, which Python's own `join` does not.
+
+    MLX ends a thread's streams in that last moment, and a process that ends meanwhile aborts.
+    """
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    give_up = time.monotonic() + TEARDOWN_SECONDS
+    while task.exists() and time.monotonic() < give_up:
+        time.sleep(0.001)
 
 
 def _not_begun(error: CallError) -> EngineDown:

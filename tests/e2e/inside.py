@@ -1,6 +1,7 @@
 """`kvfork serve` with a window into it and a way to hurt its engine. For tests: run as a module instead of `service`.
 
-A prompt that holds one of the tokens below hurts the engine when it is prefilled. SIGUSR1 makes the process write what
+A prompt that holds one of the tokens below, behind others, hurts the engine when it is prefilled: one that was generated
+is fed alone, and does no harm. SIGUSR2 makes the process write where its threads stand to stderr. SIGUSR1 makes the process write what
 it holds to the file that TESTS_REPORT names: a client cannot see tasks, rows and holds, and none of them may be left.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -30,7 +32,7 @@ RELOAD = 1.0  # seconds that every load after the first takes at least, as real 
 
 def hurting(step: Any, failing: dict[str, int]) -> Any:
     def hurt(engine: Any, plan: Any) -> Any:
-        tokens = {token for call in plan.prefill for token in call.tokens}
+        tokens = {token for call in plan.prefill for token in call.tokens if len(call.tokens) > 2}
         if DIES in tokens:
             raise RuntimeError("as planned")
         if ENDS in tokens:
@@ -70,7 +72,7 @@ def open_files() -> list[str]:
     return found
 
 
-def report(core: Any) -> dict[str, int]:
+def report(core: Any) -> dict[str, Any]:
     """Everything that a call takes, counted."""
     import mlx.core as mx
 
@@ -85,6 +87,7 @@ def report(core: Any) -> dict[str, int]:
         "files": sum("(deleted)" not in name for name in open_files()),  # the store's are unlinked, and bounded
         "sequences": len(loop._sequences),
         "scheduled": len(loop._scheduler.rows()),
+        "states": repr(loop._scheduler),
         "rows": len(engine._rows),
         "row_bytes": engine.active_bytes(),
         "running": len(runtime.running),
@@ -113,6 +116,7 @@ def main() -> int:
     from service.engine import cpu
 
     cpu.mlx()
+    faulthandler.register(signal.SIGUSR2)
     from service import core
     from service.cli import main as command
     from service.engine import loading as engine_loading
