@@ -182,6 +182,39 @@ def test_a_work_can_be_ended_in_every_state(two: LoopRig, state: State, way: str
         assert again.tokens == two.engine.continuation(tokens, 2)
 
 
+@pytest.mark.parametrize("state", [State.PREFILL, State.DECODE], ids=lambda s: s.value)
+def test_who_goes_on_from_what_a_cancelled_work_kept_computes_nothing_again(two: LoopRig, state: State) -> None:
+    heard = brought_to(two, state, save=True, save_on_cancel=True)
+    two.loop.cancel(heard.row, save=True)
+    two.run()
+    (end,) = heard.final
+    kept = heard.nodes[end]
+    prompt = prompt_of(700)
+    before = two.loop.tokens_prefilled
+    again = two.submit(prompt if state is State.PREFILL else kept.all_tokens(), base=kept, generate=6)
+    two.run()
+    assert again.receipt == (end, 0, max(0, 700 - end))
+    assert two.loop.tokens_prefilled - before == max(0, 700 - end)
+    whole = [*heard.tokens, *again.tokens]
+    assert whole == two.engine.continuation(prompt, len(whole))
+
+
+def test_the_same_call_again_finds_the_blocks_of_the_one_that_was_cancelled(two: LoopRig) -> None:
+    prompt = prompt_of(700, "cancelled")
+    first = two.submit(prompt, generate=6)
+    two.until(first, State.PREFILL)
+    two.turn()
+    two.loop.cancel(first.row)
+    two.run()
+    done = two.loop.tokens_prefilled
+    assert 0 < done < 700
+    again = two.submit(prompt, generate=6)
+    two.run()
+    assert again.receipt == (done, 0, 700 - done)
+    assert two.loop.tokens_prefilled == 700
+    assert again.tokens == two.engine.continuation(prompt, 6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_row_that_is_being_saved_ends_as_it_was_about_to(two: LoopRig, way: str) -> None:
     heard = brought_to(two, State.SAVING, save=True)
