@@ -14,10 +14,11 @@ snapshot's node outlives the snapshot; evicting state never ends a handle.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcache.blocks import block_key, root_key
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
 from kvcache.names import DEFAULT_LIMITS, CacheLimits, Durable, Keep, NamedSnapshots, new_snapshot_id
@@ -61,10 +62,12 @@ class PrefixCache(NamedSnapshots):
         share_decoded: bool = False,
         clock: Callable[[], float] = time.time,
         durable: Durable | None = None,
+        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
         """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded."""
         super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable)
         self.share_decoded = share_decoded
+        self.checkpoints = checkpoints
         self._tree = self._stock.tree
         self._matcher = Matcher(self._stock, share_decoded=share_decoded)
         self._places = Places(self._stock)
@@ -136,20 +139,46 @@ class PrefixCache(NamedSnapshots):
         payloads: Mapping[RecordKind, bytes | bytearray],
         *,
         explicit: bool,
+        passing: Collection[RecordKind] = (),
+        patient: bool = False,
     ) -> Commit:
-        """Takes over the state behind `parent` + `tokens`. The node is held once for the caller: `let_go` it."""
+        """Takes over the state behind `parent` + `tokens`. The node is held once for the caller: `let_go` it.
+
+        `passing`: kinds that nobody asked for, whatever `explicit` says of the others. `patient`: if some of it is not
+        accepted, `put` will be called with the same payloads.
+        """
         with self._lock:
             self._stock.forget_lost()
             node = self._stock.tree.add(parent, tokens, schedule)
             node.holds += 1
+        return Commit(node=node, lost=self.put(node, payloads, explicit=explicit, passing=passing, patient=patient))
+
+    def put(
+        self,
+        node: Node,
+        payloads: Mapping[RecordKind, bytes | bytearray],
+        *,
+        explicit: bool,
+        passing: Collection[RecordKind] = (),
+        patient: bool = False,
+    ) -> PutResult | None:
+        """Hands state of a held node to the store; may be repeated. The first refusal that matters, if any."""
         lost: PutResult | None = None
         for kind, payload in payloads.items():
-            result = self.store.put(RecordId(node.key, kind), payload, explicit=explicit, key_id=node.key_id)
-            if not result.held and lost is None:
-                lost = result
-        if lost is not None:
-            node.lost = MissReason.NOT_WRITTEN
-        return Commit(node=node, lost=lost)
+            asked = explicit and kind not in passing
+            result = self.store.put(
+                RecordId(node.key, kind), payload, explicit=asked, key_id=node.key_id, patient=asked and patient
+            )
+            if not result.held:
+                node.lost = MissReason.NOT_WRITTEN
+                if lost is None and asked == explicit:
+                    lost = result
+        return lost
+
+    def thin(self, newest: Node) -> None:
+        """Gives up what the chain that ends at the boundary `newest` has too much of; call it as a run moves there."""
+        with self._lock:
+            self._stock.thin(newest, self.checkpoints)
 
     def hold(self, node: Node) -> Node:
         """Keeps `node` known; pairs with `let_go`."""
@@ -177,6 +206,21 @@ class PrefixCache(NamedSnapshots):
         """The deepest stored position at or before `position` on `node`'s path, kept tails included; 0 if none."""
         with self._lock:
             return self._places.checkpoints_before(node, position)
+
+    def recompute_tokens(self, node: Node, position: int) -> int:
+        """What a branch at `position` of `node`'s prefix would cost now: tokens computed again to stand there."""
+        with self._lock:
+            return self._places.recompute_tokens(node, position)
+
+    def why_recomputed(self, node: Node, position: int) -> MissReason:
+        """Why `recompute_tokens` is more than the grid's share; NONE if it is not."""
+        with self._lock:
+            return self._places.why_recomputed(node, position)
+
+    def stands(self, node: Node) -> bool:
+        """Whether all that standing at the end of `node` takes is stored."""
+        with self._lock:
+            return self._stock.restorable(node)
 
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""

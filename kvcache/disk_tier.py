@@ -36,10 +36,15 @@ class Ledger:
     settled: threading.Condition = field(init=False)  # on the same lock: something left PENDING
     index: RecordIndex = field(default_factory=RecordIndex)
     tally: Tally = field(default_factory=Tally)
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # to be called when something left the queue
     closed: bool = False
 
     def __post_init__(self) -> None:
         self.settled = threading.Condition(self.lock)
+
+    def take_waiting(self) -> list[Callable[[], None]]:
+        waiting, self.waiting = self.waiting, []
+        return waiting
 
     def find(self, records: tuple[RecordId, ...]) -> list[Source] | FetchResult:
         """Where each record is at this moment, or the refusal of the first that is nowhere."""
@@ -106,6 +111,10 @@ class DiskTier:
             self._write_out(entry)
         except Exception as error:  # whatever went wrong, a record left PENDING would block the queue for good
             self._write_failed(entry, error)
+        with self._ledger.lock:
+            waiting = self._ledger.take_waiting()
+        for call in waiting:
+            call()
 
     def _write_out(self, entry: Entry) -> None:
         ledger = self._ledger

@@ -121,6 +121,7 @@ class NamedSnapshots:
             self._snapshots.expire(now)
             self._snapshots.add(snapshot)
             node.holds += 1
+            self.store.claim(self._stock.records_of(node))
             if snapshot.pinned:
                 self.store.pin(self._stock.records_of(snapshot.node))
         return snapshot
@@ -226,6 +227,7 @@ class NamedSnapshots:
                 self.store.unpin(self._stock.records_of(snapshot.node))
             old, snapshot.node = snapshot.node, node
             node.holds += 1
+            self.store.claim(self._stock.records_of(node))
             if pinned:
                 self.store.pin(self._stock.records_of(snapshot.node))
             self._record_move(snapshot)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind, Tier
 from kvcache.restore import needed
 from kvcache.schedule import is_decoded, trimmed_schedule
@@ -97,6 +98,21 @@ class Places:
         if length > len(through.tokens) or tail.tokens != through.tokens[:length]:
             return False
         return not is_decoded(tail.schedule) or tail.schedule == through.schedule
+
+    def recompute_tokens(self, node: Node, position: int) -> int:
+        """What a branch at `position` would cost now: tokens computed again to stand there."""
+        path = [here for here in node.path() if here.start < position]
+        plan = self._stock.plan(path, target=position, more_follows=True)
+        return position - max(plan.position if plan else 0, self.checkpoints_before(node, position))
+
+    def why_recomputed(self, node: Node, position: int) -> MissReason:
+        """Why no state stands at the last boundary or kept place before `position`; NONE if one does."""
+        stored = self.checkpoints_before(node, position)
+        for here in node.path():
+            missing = any(not self._stock.has(RecordId(here.source, kind)) for kind in self._stock.layout.kinds)
+            if stored < here.end <= position and missing:
+                return here.lost
+        return MissReason.NONE
 
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvcache.blocks import BLOCK_TOKENS
+
 
 class MissReason(enum.Enum):
     """Why stored state could not be used to the end; the numbers are the contract's."""
@@ -16,6 +18,7 @@ class MissReason(enum.Enum):
     CORRUPT = 4
     CHEAPER_TO_COMPUTE = 5
     PROVENANCE = 6
+    THINNED = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +33,20 @@ class Usage:
     memory_tokens: int = 0  # of cached: from the memory tier
     disk_tokens: int = 0  # of cached: from the disk tier
     disk_bytes_read: int = 0
+    grid_tokens: int = 0  # of recomputed: past the last boundary, where no checkpoint would have been
     diverged_at: int | None = None
     miss_reason: MissReason = MissReason.NONE
 
     def __post_init__(self) -> None:
         assert self.cached_tokens + self.recomputed_tokens + self.new_tokens == self.prompt_tokens, self
+        assert 0 <= self.grid_tokens <= self.recomputed_tokens, self
+
+
+def lost_to_grid(position: int, known: int, kept: int = 0) -> int:
+    """Of the tokens [position, known) that are computed again: those that no checkpoint could have saved.
+
+    With every boundary stored, a restore stands at the last one before `known`, or at `kept`, the place in it whose
+    own state was stored once. What is computed beyond that is the price of the grid: always less than a block.
+    """
+    best = max(known - known % BLOCK_TOKENS, min(kept, known))
+    return max(0, known - max(best, position))

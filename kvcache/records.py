@@ -55,6 +55,7 @@ class PutResult(enum.Enum):
     SKIPPED_DISK_FULL = "disk_full"  # budget or free-space floor reached, and nothing may be evicted
     SKIPPED_DISK_ERROR = "disk_error"  # writes keep failing; the store pauses before it tries again
     SKIPPED_MEMORY_FULL = "memory_full"  # too large for the disk tier, and all of the memory tier is pinned
+    SKIPPED_WRITE_BUDGET = "write_budget"  # the day's bytes are spent; records asked for by name still go
     SKIPPED_TOO_LARGE = "too_large"  # fits no tier, however empty
     SKIPPED_CLOSED = "closed"
 
@@ -62,6 +63,11 @@ class PutResult(enum.Enum):
     def held(self) -> bool:
         """True if the record is in the store after the call."""
         return self in (PutResult.STORED, PutResult.EXISTS)
+
+    @property
+    def may_pass(self) -> bool:
+        """True if the same record may be taken a moment later, with nothing given up for it."""
+        return self in (PutResult.SKIPPED_QUEUE_FULL, PutResult.SKIPPED_DISK_FULL, PutResult.SKIPPED_DISK_ERROR)
 
 
 class RecordId(NamedTuple):

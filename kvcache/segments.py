@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -88,9 +88,12 @@ class SegmentLog:
         segment_bytes: int,
         min_free_bytes: int,
         identity: Identity | None = None,
+        wrote: Callable[[int], None] = lambda size: None,
     ) -> None:
+        """`wrote` is told the bytes of every write that was made whole."""
         self._storage = storage
         self._seal = seal
+        self._wrote = wrote
         self._budget = budget_bytes
         self._min_free = min_free_bytes
         # A sixteenth at most, as three segments' worth is kept free; not so small that files outnumber MAX_SEGMENTS.
@@ -315,6 +318,7 @@ class SegmentLog:
             raise
         segment.size += length
         self.file_bytes += length
+        self._wrote(length)
 
     def _abandon_tail(self, segment: _Segment, length: int) -> None:
         """Neither written nor cut: take no more appends, and count the worst case against the budget."""

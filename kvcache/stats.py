@@ -32,12 +32,13 @@ class StoreStats:
     read: dict[Tier, Usage]
     copied_on: Usage  # by cleaning
     evicted: dict[Tier, Usage]
-    skipped: dict[PutResult, int]
+    skipped: dict[PutResult, int]  # records not taken, or given up rather than written, by reason
     missing: int  # fetches refused for a record that was not there
     corrupt: int  # records dropped since their bytes did not verify or could not be read
     write_errors: int
     failed_jobs: int  # jobs of the I/O thread that raised what nobody expected
     paused: bool  # writes are stopped for a while after failures
+    written_today: int  # bytes that went to disk since the day (UTC) or the process began, overhead and copies included
     last_error: str
 
 

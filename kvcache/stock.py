@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcache.blocks import BLOCK_TOKENS
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind, Tier
 from kvcache.restore import RestorePlan, disk_tokens, needed, plan_restore
 from kvcache.store import TieredStore
+from kvcache.thinning import Boundary, surplus_states, surplus_windows
 from kvcache.tree import BlockTree, Node
 
 
@@ -80,3 +83,33 @@ class Stock:
             if node is not None:
                 node.lost = MissReason.EVICTED
                 self.prune(node)
+
+    def thin(self, newest: Node, checkpoints: Checkpoints) -> None:
+        """Gives up what the chain that ends at the boundary `newest` has too much of."""
+        through = checkpoints.policy is CheckpointPolicy.THROUGH
+        has_state = RecordKind.STATE in self.layout.kinds
+        if newest.is_tail or (through and not (has_state and checkpoints.state_spacing)):
+            return
+        path = newest.path()
+        chain = [
+            Boundary(
+                here.end // BLOCK_TOKENS,
+                held=here.holds > 0,
+                parts=sum(not child.is_tail for child in here.children) > 1,
+                tails=any(child.is_tail for child in here.children),
+            )
+            for here in path
+        ]
+        surplus: list[RecordId] = []
+        if has_state:
+            blocks = surplus_states(chain, checkpoints.state_spacing if through else None)
+            surplus += [RecordId(path[block - 1].key, RecordKind.STATE) for block in blocks]
+        if not through and RecordKind.WINDOW in self.layout.kinds:
+            blocks = surplus_windows(chain, self.layout.window)
+            surplus += [RecordId(path[block - 1].key, RecordKind.WINDOW) for block in blocks]
+        surplus = [record for record in surplus if self.has(record)]
+        for record in surplus:
+            node = self.tree.get(record.key)
+            assert node is not None
+            node.lost = MissReason.THINNED
+        self.store.delete(surplus)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvcache.checkpoints import CheckpointPolicy
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.errors import StoreClosed, StoreError
 from kvcache.format import RECORD_OVERHEAD
@@ -30,6 +31,7 @@ from kvcache.segments import SegmentLog
 from kvcache.stats import StoreStats, Usage
 from kvcache.storage import FileStorage, Storage
 from kvcache.store_dir import Identity
+from kvcache.write_budget import WriteBudget
 from kvcache.writer import CircuitBreaker, IoThread
 
 __all__ = ["FetchResult", "PutResult", "StoreConfig", "StoreStats", "TieredStore", "Usage"]
@@ -54,6 +56,10 @@ class StoreConfig:
     segment_bytes: int = 64 * MIB
     min_free_bytes: int = 1024 * MIB  # writing never takes the file system's free space below this
     encrypt: bool = True
+    policy: CheckpointPolicy = (
+        CheckpointPolicy.THROUGH
+    )  # THROUGH: all may be written; MARKS: explicit records; OFF: none
+    daily_write_bytes: int | None = None  # implicit records are not written beyond it; None: no limit
     retry_pause_s: float = 1.0  # first pause after writes failed; doubles
     longest_pause_s: float = 60.0
 
@@ -61,6 +67,8 @@ class StoreConfig:
         for name in ("memory_bytes", "disk_bytes", "queue_bytes", "min_free_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
+        if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
+            raise ValueError("daily_write_bytes must not be negative")
         if self.segment_bytes <= 0:
             raise ValueError("segment_bytes must be positive")
 
@@ -69,8 +77,9 @@ class TieredStore:
     """Thread-safe. `put`, `locate`, `size`, `touch`, `pin` and `delete` never wait for I/O.
 
     FULL records stay in memory and are written when the budget asks for it, the least recently used first; the other
-    kinds are written at once and leave memory then. A record that no disk tier of this size could take stays in
-    memory whatever its kind. Whatever the pressure, a `put` is answered and nothing is raised.
+    kinds are written at once and leave memory then. A record that no disk tier of this size could take, or that the
+    policy keeps from the disk, stays in memory whatever its kind. Whatever the pressure, a `put` is answered and
+    nothing is raised.
     """
 
     def __init__(
@@ -80,11 +89,17 @@ class TieredStore:
         clock: Callable[[], float] = time.monotonic,
         seal: Seal | None = None,
         identity: Identity | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """With an `identity` the store is durable and takes over what `storage` holds: OSError or StoreUnusable."""
+        """With an `identity` the store is durable and takes over what `storage` holds: OSError or StoreUnusable.
+
+        `clock` is monotonic and times pauses; `wall_clock` tells the day for the write budget.
+        """
         self.durable = identity is not None
         self._config = config
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._budget = WriteBudget(config.daily_write_bytes)
         self._segments = SegmentLog(
             storage if storage is not None else FileStorage(config.directory),
             seal if seal is not None else AesGcmSeal() if config.encrypt else ChecksumSeal(),
@@ -92,9 +107,11 @@ class TieredStore:
             segment_bytes=config.segment_bytes,
             min_free_bytes=config.min_free_bytes,
             identity=identity,
+            wrote=self._count_written,
         )
         self._io = IoThread("kvcache-io", clock)
         self._ledger = Ledger()
+        self._lent = 0
         self._lock = self._ledger.lock
         self._index = self._ledger.index
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
@@ -124,22 +141,50 @@ class TieredStore:
         with self._lock:
             self._index.clear()
             self._ledger.settled.notify_all()
+            waiting = self._ledger.take_waiting()
+        for call in waiting:
+            call()
         self._segments.close()
 
     # Records
 
-    def put(self, record: RecordId, payload: Buffer, *, explicit: bool, key_id: int = 0) -> PutResult:
+    def put(
+        self, record: RecordId, payload: Buffer, *, explicit: bool, key_id: int = 0, patient: bool = False
+    ) -> PutResult:
         """Accept or skip a record.
 
         The buffer is kept, not copied: it must own exactly these bytes and never change again.
-        `explicit`: a client asked for it by name, so it may use the queue's second half. `key_id`: whose sealing key.
+        `explicit`: a client asked for it by name, so it may use the queue's second half and is written whatever the
+        day's budget. `key_id`: whose sealing key. `patient`: the caller tries again if that may help, so that is not
+        counted as skipped.
         """
         data = _as_bytes(payload)
         with self._lock:
             result = self._admit(record, data, explicit=explicit, key_id=key_id)
-            if not result.held:
+            if not result.held and not (patient and result.may_pass):
                 self._ledger.tally.skipped[result] += 1
         return result
+
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call back, once, after the next record left the queue; from any thread, and `call` must not block.
+
+        At once if nothing waits.
+        """
+        with self._lock:
+            waits = self._index.bytes_in(Tier.PENDING) > 0 and not self._ledger.closed
+            if waits:
+                self._ledger.waiting.append(call)
+        if not waits:
+            call()
+
+    def claim(self, records: Iterable[RecordId]) -> None:
+        """A handle stands on these records now: they count as explicit, and go to disk where the policy wants that."""
+        wanted = list(records)
+        with self._lock:
+            for record in wanted:
+                entry = self._index.get(record)
+                if entry is not None:
+                    self._make_explicit(entry)
 
     def locate(self, record: RecordId) -> Tier | None:
         with self._lock:
@@ -281,6 +326,12 @@ class TieredStore:
         if disk_bytes is not None:
             self._io.call(partial(self._disk.trim, disk_bytes))
 
+    def lend(self, size: int) -> None:
+        """Do without `size` bytes of the memory budget from now on, until told otherwise. Spills or evicts for it."""
+        with self._lock:
+            self._lent = size
+            self._shrink_memory(self._memory_bytes)
+
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is PENDING; False if that takes longer than `timeout` seconds."""
         if not self._io.started:
@@ -317,6 +368,7 @@ class TieredStore:
                 write_errors=tally.write_errors,
                 failed_jobs=self._io.failed_jobs,
                 paused=self._breaker.is_open(self._clock()),
+                written_today=self._budget.spent(self._wall_clock()),
                 last_error=tally.last_error or self._io.last_failure,
             )
 
@@ -346,6 +398,10 @@ class TieredStore:
                 found.unreadable,
             )
 
+    def _count_written(self, size: int) -> None:
+        with self._lock:
+            self._budget.count(size, self._wall_clock())
+
     def _finish_writing(self) -> None:
         if not self._io.started:
             self.run_pending()
@@ -365,18 +421,27 @@ class TieredStore:
 
     # Placement. REQUIRES: lock is held
 
+    @property
+    def _memory_bytes(self) -> int:
+        return max(0, self._config.memory_bytes - self._lent)
+
     def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int) -> PutResult:
         if self._ledger.closed:
             return PutResult.SKIPPED_CLOSED
         entry = self._index.get(record)
         if entry is not None:
-            entry.explicit |= explicit
+            if explicit:
+                self._make_explicit(entry)
             self._index.touch((record,))
             return PutResult.EXISTS
         size = len(data)
-        fits_disk = size <= self._segments.max_payload_bytes and size <= self._queue_limit(explicit=explicit)
-        if (record.kind in RESIDENT or not fits_disk) and size <= self._config.memory_bytes:
-            if self._shrink_memory(self._config.memory_bytes - size):
+        fits_disk = (
+            size <= self._segments.max_payload_bytes
+            and size <= self._queue_limit(explicit=explicit)
+            and self._may_write(explicit=explicit)
+        )
+        if (record.kind in RESIDENT or not fits_disk) and size <= self._memory_bytes:
+            if self._shrink_memory(self._memory_bytes - size):
                 self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED
             if not fits_disk:
@@ -386,8 +451,10 @@ class TieredStore:
         refusal = self._disk.refusal()
         if refusal is not None and not explicit:
             return refusal
+        if not self._affords(size, explicit=explicit):
+            return PutResult.SKIPPED_WRITE_BUDGET
         if not self._queue_takes(size, explicit=explicit):
-            return PutResult.SKIPPED_QUEUE_FULL
+            return refusal if refusal is not None else PutResult.SKIPPED_QUEUE_FULL
         self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit, key_id=key_id))
         return PutResult.STORED
 
@@ -397,14 +464,39 @@ class TieredStore:
             victim = self._index.pop_victim(Tier.MEMORY)
             if victim is None:
                 return False
-            if victim.size <= self._segments.max_payload_bytes and self._queue_takes(
-                victim.size, explicit=victim.explicit
-            ):
+            if self._spills(victim):
                 self._index.move(victim, Tier.PENDING)
                 self._enqueue(victim)
             else:
                 self._ledger.evict(victim)
         return True
+
+    def _make_explicit(self, entry: Entry) -> None:
+        """What was only passed is asked for: on to disk if that is where its kind belongs."""
+        if entry.explicit:
+            return
+        entry.explicit = True
+        if entry.tier is Tier.MEMORY and entry.record.kind not in RESIDENT and self._spills(entry):
+            self._index.move(entry, Tier.PENDING)
+            self._enqueue(entry)
+
+    def _spills(self, entry: Entry) -> bool:
+        """Whether a record in memory may go to disk now."""
+        if entry.size > self._segments.max_payload_bytes or not self._may_write(explicit=entry.explicit):
+            return False
+        if not self._affords(entry.size, explicit=entry.explicit):
+            self._ledger.tally.skipped[PutResult.SKIPPED_WRITE_BUDGET] += 1
+            return False
+        return self._queue_takes(entry.size, explicit=entry.explicit)
+
+    def _may_write(self, *, explicit: bool) -> bool:
+        policy = self._config.policy
+        return policy is CheckpointPolicy.THROUGH or (policy is CheckpointPolicy.MARKS and explicit)
+
+    def _affords(self, size: int, *, explicit: bool) -> bool:
+        """Whether the day's bytes suffice for this record and all that waits before it."""
+        ahead = self._index.bytes_in(Tier.PENDING) + self._index.records_in(Tier.PENDING) * RECORD_OVERHEAD
+        return explicit or self._budget.allows(ahead + size + RECORD_OVERHEAD, self._wall_clock())
 
     def _queue_limit(self, *, explicit: bool) -> int:
         return self._config.queue_bytes * (2 if explicit else 1)

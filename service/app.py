@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcache.cache import CacheLimits, PrefixCache
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.store import StoreConfig, TieredStore
 from service.config import Config
 from service.core import Core
@@ -37,11 +38,14 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
 
         log.info("loading %s from %s", model_name, folder)
         model, facts = load_model(folder)
+        policy = CheckpointPolicy(config.checkpoints)
         store_config = StoreConfig(
             directory=config.scratch_dir,
             memory_bytes=config.memory_bytes,
-            disk_bytes=config.disk_bytes,
+            disk_bytes=config.disk_budget,
             queue_bytes=min(QUEUE_BYTES, config.memory_bytes // 4),
+            policy=policy,
+            daily_write_bytes=config.daily_write_bytes,
         )
         store = durable.store(store_config, facts.fingerprint) if durable is not None else TieredStore(store_config)
         cache = PrefixCache(
@@ -56,6 +60,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             ),
             share_decoded=config.share_decoded,
             durable=durable.about if durable is not None else None,
+            checkpoints=Checkpoints(policy=policy, state_spacing=config.state_spacing),
         )
         store.start()
         codec = TextCodec.load(folder)
@@ -67,12 +72,12 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             vocab_size=facts.vocab_size,
             eos_token_ids=tuple(sorted(codec.eos_ids)),
             trimmable=facts.layout.trimmable,
-            bytes_per_token=facts.bytes_per_token,
+            bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
             default_top_p=1.0 if facts.top_p is None else facts.top_p,
             default_top_k=facts.top_k or 0,
         )
-        engine = MlxEngine(model, facts.layout)
+        engine = MlxEngine(model, facts.layout, facts.footprint)
         del model  # the engine's alone: with the engine it goes
 
         def again() -> Engine:
@@ -80,7 +85,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             model, now = load_model(folder)
             if now.fingerprint != facts.fingerprint:
                 raise ModelHasChanged(f"{folder} is not what it was at the start: snapshots would not fit")
-            return MlxEngine(model, facts.layout)
+            return MlxEngine(model, facts.layout, facts.footprint)
 
         return Loaded(engine=engine, cache=cache, codec=codec, view=view, again=again)
 

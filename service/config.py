@@ -52,13 +52,18 @@ class Config:
     default_ttl: float = 3600.0
     max_ttl: float = 7 * 86400.0
     default_max_tokens: int = 512
+    active_bytes: int = 1 * GIB
     memory_bytes: int = 1 * GIB
     disk_bytes: int = 8 * GIB
     scratch_dir: Path = Path(tempfile.gettempdir())
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
-    prefill_budget: int = 512
+    checkpoints: str = "through"
+    state_spacing: int = 4
+    daily_write_bytes: int | None = None  # None: no limit
+    snapshot_wait: float = 10.0
+    prefill_budget: int = 320
     share_decoded: bool = False
     drain_seconds: float = 30.0
     write_stall_seconds: float = 30.0
@@ -89,9 +94,22 @@ class Config:
         if self.store_dir is None and (self.key_file is not None or self.key_command):
             name = "key_file" if self.key_file is not None else "key_command"
             raise ConfigError(f"{name}: is of no use without store_dir")
+        if self.checkpoints == "off" and self.store_dir is not None:
+            raise ConfigError("checkpoints: off writes nothing, so store_dir would keep nothing; give one or the other")
+        if self.state_spacing < 0 or self.state_spacing == 1:
+            raise ConfigError("state_spacing: must be 0 (keep all) or at least 2")
+        if self.snapshot_wait < 0:
+            raise ConfigError("snapshot_wait: must not be negative")
+        if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
+            raise ConfigError("daily_write_bytes: must not be negative")
         for name in ("write_stall_seconds", "watchdog_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+
+    @property
+    def disk_budget(self) -> int:
+        """Bytes that the disk tier may take."""
+        return 0 if self.checkpoints == "off" else self.disk_bytes
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
@@ -112,6 +130,7 @@ class Config:
             values["address"] = ""
             values.setdefault("unix_socket", _parse_path(address.removeprefix("unix:")))
         values.setdefault("scratch_dir", default_scratch_dir())
+        values.setdefault("active_bytes", default_memory_bytes())
         values.setdefault("memory_bytes", default_memory_bytes())
         values.setdefault("disk_bytes", default_disk_bytes(values.get("store_dir") or values["scratch_dir"]))
         return cls(**values)  # type: ignore[arg-type]  # the rows of OPTIONS parse into the fields' types
@@ -123,6 +142,7 @@ _AT_LEAST_ONE = (
     "max_fork_branches",
     "max_snapshots",
     "default_max_tokens",
+    "active_bytes",
     "prefill_budget",
 )
 _LONGEST_SOCKET_PATH = 103  # macOS; Linux takes four more
@@ -263,6 +283,13 @@ OPTIONS = (
     Option("max_ttl", parse_seconds, "TIME", "longest time a request may ask for"),
     Option("default_max_tokens", _parse_count, "N", "most new tokens of a generation that does not say"),
     Option(
+        "active_bytes",
+        parse_size,
+        "SIZE",
+        "working state of all running sequences at their longest; when it is reserved, kept state gives up memory, "
+        "then calls wait (default: a quarter of the machine's memory)",
+    ),
+    Option(
         "memory_bytes",
         parse_size,
         "SIZE",
@@ -302,11 +329,38 @@ OPTIONS = (
         "prints the durable store's master key, as a key file holds it; run without a shell",
     ),
     Option(
+        "checkpoints",
+        _one_of("through", "marks", "off"),
+        "POLICY",
+        "which model state is stored on the way: through (every 256 tokens), marks (only what snapshots and marks "
+        "need), off (as marks, in memory alone: nothing is written to disk)",
+    ),
+    Option(
+        "state_spacing",
+        _parse_count,
+        "N",
+        "of recurrent models: how densely older checkpoints stay; N / 2 of them for each doubling of the distance, so "
+        "that a branch N blocks back costs a few; 0 keeps all",
+    ),
+    Option(
+        "daily_write_bytes",
+        parse_size,
+        "SIZE",
+        "most bytes written to disk in a day (UTC) for what nobody asked for; snapshots and marks are written beyond "
+        "it, and a restart counts anew (default: no limit)",
+    ),
+    Option(
+        "snapshot_wait",
+        parse_seconds,
+        "TIME",
+        "how long a snapshot or mark may wait for a disk that is behind before it fails with STORE_FULL",
+    ),
+    Option(
         "prefill_budget",
         _parse_count,
         "TOKENS",
-        "most prompt tokens computed between two decode steps: more shortens the wait of new calls, "
-        "fewer keeps running ones smooth",
+        "most prompt tokens computed between two decode steps, but at least one call of up to 256: more shortens "
+        "the wait of new calls, fewer keeps running ones smooth",
     ),
     Option(
         "share_decoded",

@@ -87,7 +87,8 @@ class Core:
             loop.call_soon_threadsafe(self._ready, replace(loaded, engine=None))
             return loaded.engine, loaded.cache
 
-        self._rt.start(EngineLoop(load, self._new_scheduler(), outlet.flush), outlet)
+        engine_loop = EngineLoop(load, self._new_scheduler(), outlet.flush, snapshot_wait=self._rt.config.snapshot_wait)
+        self._rt.start(engine_loop, outlet)
         self._rt.loop.start()
         self._rt.spawn(self._sweep())
 
@@ -95,7 +96,11 @@ class Core:
         config = self._rt.config
         return Scheduler(
             SchedulerConfig(
-                max_rows=config.max_batch, max_queue=config.max_queue, idle_prefill_tokens=config.prefill_budget
+                max_rows=config.max_batch,
+                max_queue=config.max_queue,
+                busy_prefill_tokens=config.prefill_budget,
+                active_bytes=config.active_bytes,
+                idle_bytes=config.memory_bytes,
             )
         )
 
@@ -177,7 +182,7 @@ class Core:
             memory_bytes=store.memory_bytes,
             memory_limit_bytes=self._rt.config.memory_bytes,
             disk_bytes=store.file_bytes,
-            disk_limit_bytes=self._rt.config.disk_bytes,
+            disk_limit_bytes=self._rt.config.disk_budget,
             prompt_tokens=self._rt.loop.prompt_tokens,
             cached_tokens=self._rt.loop.cached_tokens,
             recomputed_tokens=self._rt.loop.recomputed_tokens,
@@ -185,6 +190,14 @@ class Core:
             checkpoints_read=sum(usage.records for usage in store.read.values()),
             checkpoints_corrupt=store.corrupt,
             evictions=sum(usage.records for usage in store.evicted.values()),
+            checkpoint_policy=self._rt.config.checkpoints,
+            checkpoints_skipped={reason.value: count for reason, count in store.skipped.items() if count},
+            pending_bytes=store.pending_bytes,
+            written_today_bytes=store.written_today,
+            daily_write_limit_bytes=self._rt.config.daily_write_bytes,
+            write_errors=store.write_errors,
+            writes_paused=store.paused,
+            last_write_error=store.last_error,
         )
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
@@ -248,7 +261,7 @@ def _no_stats(config: Config) -> StatsView:
         memory_bytes=0,
         memory_limit_bytes=config.memory_bytes,
         disk_bytes=0,
-        disk_limit_bytes=config.disk_bytes,
+        disk_limit_bytes=config.disk_budget,
         prompt_tokens=0,
         cached_tokens=0,
         recomputed_tokens=0,
@@ -256,4 +269,6 @@ def _no_stats(config: Config) -> StatsView:
         checkpoints_read=0,
         checkpoints_corrupt=0,
         evictions=0,
+        checkpoint_policy=config.checkpoints,
+        daily_write_limit_bytes=config.daily_write_bytes,
     )

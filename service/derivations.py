@@ -110,7 +110,14 @@ class Derivations:
         """A held node for each prompt; branches that add tokens are prefilled side by side."""
         cache = loaded.cache
         works = [
-            Work(owner=owner, tokens=p.tokens, base=parent.node, keep=frozenset({len(p.tokens)}), generation=None)
+            Work(
+                owner=owner,
+                tokens=p.tokens,
+                base=parent.node,
+                keep=frozenset({len(p.tokens)}),
+                generation=None,
+                group=f"{owner} {parent.id}",
+            )
             for p in prompts
             if len(p.tokens) > parent.token_count
         ]
@@ -207,6 +214,7 @@ class Derivations:
                 keep=frozenset({position}),
                 generation=None,
                 known_tokens=position,
+                known_reason=cache.why_recomputed(source.node, position),
             )
             events, usage = await self._rt.run(work, None)
         finally:

@@ -4,7 +4,7 @@
     ├── InvalidField          one or more fields are wrong            (also IMAGE_UNSUPPORTED, CONTEXT_OVERFLOW …)
     ├── Unsupported           part of the contract that comes later
     ├── ModelNotFound / ModelLoading / ModelMismatch / ModelChanged
-    ├── EngineDown (EngineFailed) / Draining / QueueFull
+    ├── EngineDown (EngineFailed) / Draining / QueueFull / ActiveMemory / DeadlineUnmet
     ├── SnapshotNotFound      unknown, foreign, or gone (with the tombstone's reason)
     ├── SnapshotIdTaken / SnapshotInUse / SnapshotQuota / StoreFull
     ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
@@ -112,6 +112,18 @@ class Draining(CallError):
 
 class QueueFull(CallError):
     reason = "QUEUE_FULL"
+
+
+class ActiveMemory(CallError):
+    """The call alone may grow beyond the memory that all rows share: waiting does not help."""
+
+    reason = "ACTIVE_MEMORY"
+
+
+class DeadlineUnmet(CallError):
+    """The call's deadline passed in the queue, or its prompt cannot be computed before it."""
+
+    reason = "DEADLINE_UNMET"
 
 
 class SnapshotNotFound(CallError):

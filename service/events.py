@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvcache.receipt import Usage
 
@@ -244,3 +245,11 @@ class StatsView:
     checkpoints_read: int
     checkpoints_corrupt: int
     evictions: int
+    checkpoint_policy: str = ""
+    checkpoints_skipped: Mapping[str, int] = field(default_factory=dict)  # by reason
+    pending_bytes: int = 0  # accepted, on their way to disk
+    written_today_bytes: int = 0
+    daily_write_limit_bytes: int | None = None
+    write_errors: int = 0
+    writes_paused: bool = False
+    last_write_error: str = ""

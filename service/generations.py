@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 
@@ -25,6 +26,7 @@ class Generations:
         self._rt = runtime
 
     async def generate(self, call: GenerateCall, owner: str) -> AsyncIterator[Event]:
+        deadline = time.monotonic() + call.deadline if call.deadline is not None else None
         loaded, handles = self._rt.need_model(call.model, names_snapshot=bool(call.parent))
         if call.save is not None:
             handles.check_new(owner, [call.save, *(m.options for m in call.marks)])
@@ -43,10 +45,11 @@ class Generations:
             seed = call.sampling.seed if call.sampling.seed is not None else secrets.randbits(32)
             room = loaded.view.context_tokens - len(prompt.tokens)
             asked = call.stopping.max_tokens
+            most = asked if asked is not None else self._rt.config.default_max_tokens
             text = TextStream(
                 loaded.codec,
                 call.stopping,
-                max_new_tokens=asked if asked is not None else self._rt.config.default_max_tokens,
+                max_new_tokens=most,
                 context_room=room,
                 context_tail=prompt.tokens[-8:],
             )
@@ -66,6 +69,10 @@ class Generations:
                 max_recompute_tokens=call.max_recompute_tokens,
                 progress=call.output.progress,
                 priority=call.priority,
+                most_new_tokens=min(most, room),
+                deadline=deadline,
+                # Children of one fork restore the same state; so do calls that go on from one snapshot.
+                group=f"{owner} {parent.parent or parent.id}" if parent else "",
             )
             generation = f"generations/{secrets.token_hex(12)}"
             channel, row = self._rt.submit(work)

@@ -68,7 +68,7 @@ class Replays:
 
         async def once(call: GenerateCall, owner: str) -> AsyncIterator[Event]:
             key = (owner, "Generate", call.request_id)
-            call = replace(call, deadline=None)  # the one field that a retry may change
+            asked, call = call, replace(call, deadline=None)  # the one field that a retry may change
             known = self._known(key, call) if call.request_id else None
             if known is not None:
                 for event in known:  # type: ignore[attr-defined]  # a list of events, remembered below
@@ -78,7 +78,7 @@ class Replays:
                 self._running[key] = call
             heard: list[Event] = []
             try:
-                async with aclosing(serve(call, owner)) as events:  # type: ignore[type-var]  # a generator in fact
+                async with aclosing(serve(asked, owner)) as events:  # type: ignore[type-var]  # a generator in fact
                     async for event in events:
                         if call.request_id:
                             heard.append(event)

@@ -1,7 +1,8 @@
 """The engine thread: drain the mailbox, plan, step, apply, publish. The only caller of scheduler and engine.
 
 One wake-up of the event loop a step carries every row's events (`Outlet.flush`). Restores are read by the store's I/O
-thread and come back through the mailbox, so they run beside decode and not in front of it.
+thread and come back through the mailbox, so they run beside decode and not in front of it; rows that want the same
+records share a read (`restores`).
 
 A row that fails ends alone. An exception out of the engine itself ends every row and the thread: `is_alive` turns False
 and health with it. `restart` begins a new thread. A thread that hangs inside the engine cannot be ended: `give_up` ends
@@ -11,7 +12,6 @@ its works instead, and should it come back it goes on without them. `service.wat
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 import traceback
@@ -25,16 +25,30 @@ from kvcache.cache import Lookup, PrefixCache
 from kvcache.errors import CorruptRecord
 from kvcache.records import FetchResult
 from kvcache.schedule import Call
+from kvcache.tree import Node
 from service.engine import Engine
-from service.errors import CallError, EngineDown, EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.errors import (
+    ActiveMemory,
+    CallError,
+    DeadlineUnmet,
+    EngineFailed,
+    QueueFull,
+    RecomputeLimit,
+    RowFailed,
+)
 from service.events import FinishReason
+from service.failures import not_begun, row_failure
+from service.parking import Parking, Place, Settled
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
-from service.scheduler import QueueIsFull, Scheduler, State, Tick
+from service.restores import Read, Restore, Restores
+from service.scheduler import Demand, NeverFits, QueueIsFull, Scheduler, State, Tick
 from service.sequence import Sequence
 from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled, Tokens, Work, WorkEvent
 
 log = logging.getLogger("kvfork.loop")
 
+RELAX_AFTER = 5.0  # seconds without work after which working memory goes back to the system
+SNAPSHOT_WAIT = 10.0  # seconds
 TEARDOWN_SECONDS = 2.0  # milliseconds are usual
 RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
 
@@ -56,10 +70,14 @@ class _End:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    row: RowId
-    lookup: Lookup
+class _Arrived:
+    read: Read
     result: FetchResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A record left the store's queue: what is parked may be taken now."""
 
 
 class EngineLoop:
@@ -71,12 +89,19 @@ class EngineLoop:
         scheduler: Scheduler,
         flush: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        snapshot_wait: float = SNAPSHOT_WAIT,
     ) -> None:
+        """`snapshot_wait`: seconds that state which somebody asked for may wait for a full store to take it."""
         self._load = load
         self._scheduler = scheduler
         self._flush = flush
         self._clock = clock
-        self._inbox: deque[_Submit | _End | _Read | None] = deque()
+        self._snapshot_wait = snapshot_wait
+        self._engine: Engine | None = None
+        self._parking: Parking
+        self._waits_for_writer = False
+        self._inbox: deque[_Submit | _End | _Arrived | _Written | None] = deque()
         self._wake = threading.Condition()
         self._sequences: dict[RowId, Sequence] = {}
         self._next_row = 0
@@ -89,6 +114,12 @@ class EngineLoop:
         self._end_error: CallError | None = None  # set once the thread takes no more messages
         self._to_open: list[Sequence] = []
         self._to_close: list[RowId] = []
+        self._restores = Restores(
+            lambda records, done: self._cache.store.fetch(records, done),
+            lambda read, result: self._post(_Arrived(read, result)),
+        )
+        self._pace = 0.0  # least seconds that a token of a whole block's prefill has taken
+        self._borrowed = 0
         self.tokens_prefilled = 0  # counted where the model is called
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -107,6 +138,7 @@ class EngineLoop:
             self._load, self._scheduler = load, scheduler
             self._busy_since, self._failed, self._end_error = None, False, None
             self._to_open, self._to_close = [], []
+            self._waits_for_writer = False
             self._thread = self._new_thread()
             self._thread.start()
 
@@ -168,10 +200,10 @@ class EngineLoop:
             for row in list(self._sequences):
                 self._end(row, Failed(self._told(row, error)))
             self._to_open = []
-            kept: deque[_Submit | _End | _Read | None] = deque()
+            kept: deque[_Submit | _End | _Arrived | _Written | None] = deque()
             for message in self._inbox:
                 if isinstance(message, _Submit):
-                    message.emit(Failed(_not_begun(error)))
+                    message.emit(Failed(not_begun(error)))
                     ended += 1
                 else:
                     kept.append(message)
@@ -190,14 +222,10 @@ class EngineLoop:
         except RuntimeError:  # the engine thread changed the dictionary meanwhile; a number a moment old will do
             return len(self._sequences)
 
-    def _post(self, message: _Submit | _End | _Read | None) -> None:
+    def _post(self, message: _Submit | _End | _Arrived | _Written | None) -> None:
         with self._wake:
-            ended = self._end_error is not None
-            if not ended:
-                self._inbox.append(message)
-                self._wake.notify()
-        if ended and isinstance(message, _Read):
-            self._cache.release(message.lookup)
+            self._inbox.append(message)
+            self._wake.notify()
 
     # -- engine thread --------------------------------------------------------------------------------------------
 
@@ -212,21 +240,22 @@ class EngineLoop:
             error = EngineFailed("the model thread failed", hint="the server's log says why")
         for row in list(self._sequences):
             self._end(row, Failed(self._told(row, error)))
-        self._engine: Engine | None = None
+        self._engine = None
         with self._wake:
             left, self._inbox = list(self._inbox), deque()
-            self._end_error = _not_begun(error)  # from here on nobody reads the mailbox
+            self._end_error = not_begun(error)  # from here on nobody reads the mailbox
         for message in left:
             if isinstance(message, _Submit):
                 message.emit(Failed(self._end_error))
-            elif isinstance(message, _Read):
-                self._cache.release(message.lookup)
+            elif isinstance(message, _Arrived):
+                for restore in self._restores.arrived(message.read, message.result):
+                    self._cache.release(restore.lookup)
         self._flush()
 
     def _serve(self) -> CallError:
         """Loads and steps until told to stop; returns what later calls are told."""
         try:
-            self._engine, self._cache = self._load()
+            self._take_over(*self._load())
         except Exception:  # whatever is wrong with a model; whoever loads it says so in the log
             log.debug("the model was not loaded", exc_info=True)
             self._failed = True
@@ -239,14 +268,21 @@ class EngineLoop:
             self._flush()
         return EngineFailed("the server has stopped")
 
+    def _take_over(self, engine: Engine, cache: PrefixCache) -> None:
+        self._engine = engine
+        self._cache, self._parking = cache, Parking(cache)
+        self._scheduler.footprint = engine.footprint
+
     def _told(self, row: RowId, error: CallError) -> CallError:
         """What a row hears when all end: one that waited cannot be the cause, and may try again as it is."""
-        return _not_begun(error) if self._scheduler.state(row) is State.QUEUED else error
+        return not_begun(error) if self._scheduler.state(row) is State.QUEUED else error
 
     def _drain(self) -> None:
+        if not self._wait_for_work(RELAX_AFTER):
+            assert self._engine is not None
+            self._engine.relax()
+            self._wait_for_work(None)
         with self._wake:
-            while not self._inbox and self._scheduler.is_idle and not self._to_close:
-                self._wake.wait()
             messages, self._inbox = list(self._inbox), deque()
         for message in messages:
             match message:
@@ -256,19 +292,39 @@ class EngineLoop:
                     self._accept(message)
                 case _End():
                     self._guard(message.row, self._asked_to_end, message)
-                case _Read():
-                    self._guard(message.row, self._was_read, message)
+                case _Arrived():
+                    for restore in self._restores.arrived(message.read, message.result):
+                        self._guard(restore.row, self._was_read, restore)
+                case _Written():
+                    self._waits_for_writer = False
+        self._restores.start()  # for rows whose restore has to be planned anew
+
+    def _wait_for_work(self, seconds: float | None) -> bool:
+        """False after `seconds`, or as soon as a parked row has waited long enough."""
+        with self._wake:
+            deadline = self._parking.next_deadline()
+            if deadline is not None:
+                left = max(0.0, deadline - self._clock())
+                seconds = left if seconds is None else min(seconds, left)
+            return self._wake.wait_for(
+                lambda: bool(self._inbox or self._to_close) or not self._scheduler.is_idle, seconds
+            )
 
     def _accept(self, message: _Submit) -> None:
-        generation = message.work.generation
+        now = self._clock()
         try:
-            self._scheduler.submit(message.row, priority=message.work.priority, samples=generation is not None)
+            self._scheduler.submit(message.row, _demand(message.work), now)
         except QueueIsFull as full:
             facts = {"queued": str(full.queued), "limit": str(full.limit)}
             message.emit(Failed(QueueFull(str(full), hint="try again later", metadata=facts, retry_after=1.0)))
             return
+        except NeverFits as over:
+            facts = {"needBytes": str(over.needed), "limitBytes": str(over.limit)}
+            hint = "ask for fewer new tokens, or give the server more --active-bytes"
+            message.emit(Failed(ActiveMemory(str(over), hint=hint, metadata=facts)))
+            return
         try:
-            seq = Sequence(message.row, message.work, self._cache, message.emit, self._clock())
+            seq = Sequence(message.row, message.work, self._cache, message.emit, now)
         except Exception as error:  # as in `_guard`: a work that cannot even begin is nobody else's end
             log.exception("row %d was not begun", message.row)
             self._scheduler.drop(message.row)
@@ -282,8 +338,8 @@ class EngineLoop:
             return
         state = self._scheduler.state(message.row)
         generation = seq.work.generation
-        if state is State.SAVING:
-            return  # its last call is due in this very step
+        if state is State.SAVING or (seq.ending and (message.clean or message.save)):
+            return  # its last call is due in this very step, or is made and being stored
         wants = message.save and generation is not None and (generation.save or generation.save_on_cancel)
         if state is State.DECODE and (message.clean or wants):
             self._finish(seq, FinishReason.STOPPED, save=wants)
@@ -300,7 +356,7 @@ class EngineLoop:
         seq.admitted = self._clock()
         work = seq.work
         lookup = self._cache.lookup(work.owner, work.tokens, base=work.base, keep=work.keep)
-        over = self._over_limit(work, lookup)
+        over = self._over_limit(work, lookup) or self._too_late(work, lookup, seq.admitted)
         if over is not None:
             self._cache.release(lookup)
             self._end(seq.row, Failed(over))
@@ -315,8 +371,7 @@ class EngineLoop:
         if lookup.plan is None:
             self._open(seq, lookup, None)
             return
-        row = seq.row
-        self._cache.store.fetch(lookup.plan.records, lambda result: self._post(_Read(row, lookup, result)))
+        self._restores.want(seq.row, lookup)
 
     @staticmethod
     def _over_limit(work: Work, lookup: Lookup) -> RecomputeLimit | None:
@@ -326,23 +381,35 @@ class EngineLoop:
             return None
         return RecomputeLimit.over(needed, limit, lookup.position)
 
-    def _was_read(self, message: _Read) -> None:
-        bad = message.result.failed
-        if bad is not None and isinstance(message.result.error, CorruptRecord):
+    def _too_late(self, work: Work, lookup: Lookup, now: float) -> DeadlineUnmet | None:
+        """Work that cannot end in time is not begun, unless what is done of it is kept. The pace is the best seen."""
+        generation = work.generation
+        if work.deadline is None or (generation is not None and generation.save_on_cancel):
+            return None
+        needed, left = (len(work.tokens) - lookup.position) * self._pace, work.deadline - now
+        if needed < left:
+            return None
+        facts = {"neededSeconds": f"{needed:.3f}", "leftSeconds": f"{max(0.0, left):.3f}"}
+        hint = "allow more time, or go on from a snapshot"
+        return DeadlineUnmet("the prompt cannot be computed before the deadline", hint=hint, metadata=facts)
+
+    def _was_read(self, restore: Restore) -> None:
+        bad = restore.result.failed
+        if bad is not None and isinstance(restore.result.error, CorruptRecord):
             self._cache.note_corrupt(bad)
-        self._cache.release(message.lookup)
-        seq = self._sequences.get(message.row)
+        self._cache.release(restore.lookup)
+        seq = self._sequences.get(restore.row)
         if seq is None:
             return
-        if not message.result.ok:
+        if not restore.result.ok:
             seq.restore_tries += 1
-            log.warning("row %d: restore failed (%s)", seq.row, message.result.error)
+            log.warning("row %d: restore failed (%s)", seq.row, restore.result.error)
             if seq.restore_tries < RESTORE_TRIES:
                 (self._look_back if seq.rebuilding else self._begin_restore)(seq)
             else:
-                self._open(seq, message.lookup.without_state(), None)
+                self._open(seq, restore.lookup.without_state(), None)
             return
-        self._open(seq, message.lookup, message.result)
+        self._open(seq, restore.lookup, restore.result)
 
     def _rebuild(self, seq: Sequence) -> None:
         """The state of a decoding row is gone, through no fault of its own: it is restored or computed again."""
@@ -369,9 +436,16 @@ class EngineLoop:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        tick = self._scheduler.plan()
+        self._settle_parked()
+        tick = self._scheduler.plan(self._clock())
+        for row in tick.expired:
+            self._end(row, Failed(DeadlineUnmet("the deadline passed before the call's turn came")))
+        if tick.borrowed != self._borrowed:
+            self._borrowed = tick.borrowed
+            self._cache.store.lend(tick.borrowed)
         for row in tick.admit:
             self._guard(row, self._begin_restore, self._sequences[row])
+        self._restores.start()
         plan = self._orders(tick)
         if not plan:
             return
@@ -405,6 +479,7 @@ class EngineLoop:
             self._guard(row, self._order_decode, captures, row)
         live = self._sequences  # those that failed right now are closed at the end of the step
         decode = tuple(row for row in tick.decode if row in live)
+        shared = tuple(tuple(row for row in call if row in live) for call in tick.shared)
         opened, self._to_open = self._to_open, []
         closing, self._to_close = self._to_close, []
         return StepPlan(
@@ -412,7 +487,7 @@ class EngineLoop:
             open=tuple(self._open_order(seq) for seq in opened if seq.row in live),
             prefill=tuple(prefill),
             sample=tuple(row for row in tick.finish_prefill if row in live and live[row].samples_next),
-            decode=Decode(rows=decode, captures=captures) if decode else None,
+            decode=Decode(rows=decode, shared=shared, captures=captures) if decode else None,
             close=tuple(closing),
         )
 
@@ -431,7 +506,7 @@ class EngineLoop:
         if seq.keeps_decoded:
             seq.recorder.called(end, decoded=True)
             if end % BLOCK_TOKENS == 0:
-                captures[row] = seq.recorder.capture(end, logits=False)
+                captures[row] = seq.recorder.capture(end, logits=False, kinds=seq.take_at(end).kinds)
 
     @staticmethod
     def _open_order(seq: Sequence) -> OpenRow:
@@ -453,12 +528,15 @@ class EngineLoop:
         kept = saving or seq.keeps(end)
         take: Capture | None = None
         if kept or end % BLOCK_TOKENS == 0:
-            take = seq.recorder.capture(end, logits=kept)
+            take = seq.recorder.capture(end, logits=kept, kinds=None if kept else seq.take_at(end).kinds)
         return Prefill(row=seq.row, tokens=seq.tokens[start:end], logits=stop, capture=take)
 
     def _apply(self, tick: Tick, plan: StepPlan, result: StepResult) -> None:
         now = self._clock()
         self.tokens_prefilled += result.prefill_tokens
+        if result.prefill_tokens >= BLOCK_TOKENS:
+            pace = result.prefill_seconds / result.prefill_tokens
+            self._pace = min(self._pace, pace) if self._pace else pace
         for row, failure in result.failed.items():
             if row in self._sequences:
                 self._fail(row, failure, closed=True)
@@ -491,6 +569,7 @@ class EngineLoop:
         for row in result.lost:
             if row in self._sequences:
                 self._guard(row, self._rebuild, self._sequences[row])
+        self._restores.start()  # for those
         self._check_time_limits(now)
 
     def _prefilled(self, seq: Sequence, order: Prefill, result: StepResult) -> None:
@@ -504,14 +583,71 @@ class EngineLoop:
             seq.emit(Prefilled(seq.position))
 
     def _commit(self, seq: Sequence, end: int, result: StepResult, *, final: bool = False) -> None:
-        """The state at `end` goes to the cache; a place that somebody asked for is handed out."""
-        node, lost = seq.recorder.commit(end, result.captured.get(seq.row, {}), explicit=seq.explicit)
-        if final or end in seq.work.keep:
-            seq.emit(NodeAt(node, lost, final=final))
-        elif seq.rehomes and seq.work.base is not None and end == seq.work.base.end:
-            seq.emit(NodeAt(node, lost, final=False, rehome=True))
-        else:
+        """The state at `end` goes to the cache; what it does not take yet, and somebody asked for, is parked."""
+        payloads = result.captured.get(seq.row, {})
+        passing = () if final else seq.take_at(end).passing
+        waits = seq.explicit and self._snapshot_wait > 0
+        commit = seq.recorder.commit(end, payloads, explicit=seq.explicit, passing=passing, patient=waits)
+        lost = commit.lost
+        if waits and ((lost is not None and lost.may_pass) or self._parking.holds(seq.row)):
+            place = Place(
+                node=commit.node,
+                end=end,
+                final=final,
+                payloads={kind: data for kind, data in payloads.items() if kind not in passing},
+                passing=passing,
+                until=self._clock() + self._snapshot_wait,
+            )
+            if self._parking.park(seq.row, place):
+                self._scheduler.pause(seq.row)
+                self._ask_when_written()
+                return
+            lost = self._cache.put(place.node, place.payloads, explicit=True)  # the last try counts as skipped
+        self._kept(seq, commit.node, end, lost.name if lost and seq.explicit else "", final=final)
+
+    def _settle_parked(self) -> None:
+        """Offers what is parked to the store again, and goes on where it was taken or its time is over."""
+        if not self._parking:
+            return
+        rows: dict[RowId, None] = {}
+        for settled in self._parking.settle(self._clock()):
+            rows[settled.row] = None
+            self._guard(settled.row, self._settled, settled)
+        for row in rows:
+            if row in self._sequences and not self._parking.holds(row):
+                self._guard(row, self._all_stored, self._sequences[row])
+        self._ask_when_written()
+
+    def _ask_when_written(self) -> None:
+        if self._parking and not self._waits_for_writer:
+            self._waits_for_writer = True
+            self._cache.store.when_written(lambda: self._post(_Written()))
+
+    def _settled(self, settled: Settled) -> None:
+        seq, place = self._sequences.get(settled.row), settled.place
+        if seq is None:  # a place before this one has ended the row
+            self._cache.let_go(place.node)
+            return
+        self._kept(seq, place.node, place.end, settled.lost.name if settled.lost else "", final=place.final)
+
+    def _all_stored(self, seq: Sequence) -> None:
+        """Nothing of the row is parked any more."""
+        self._scheduler.resume(seq.row)
+        if seq.ending:
+            if seq.hands_out_last:
+                self._hand_out_last_block(seq)
+            self._ended(seq, seq.finish_reason)
+
+    def _kept(self, seq: Sequence, node: Node, end: int, lost: str, *, final: bool) -> None:
+        """State was stored, or lost for a reason; a place that somebody asked for is handed out."""
+        seq.lost = seq.lost or lost
+        rehome = seq.rehomes and seq.work.base is not None and end == seq.work.base.end
+        if not final and end not in seq.work.keep and not rehome:
             self._cache.let_go(node)
+            return
+        if seq.lost and not lost and not self._cache.stands(node):
+            lost = seq.lost  # something before this place is missing
+        seq.emit(NodeAt(node, lost, final=final, rehome=rehome and not final and end not in seq.work.keep))
 
     def _picked(self, seq: Sequence, pick: Picked, now: float) -> None:
         generation = seq.work.generation
@@ -578,7 +714,8 @@ class EngineLoop:
         """Stopped while no state stands: the full blocks done so far are what can be kept."""
         if seq.completion and seq.work.generation is not None:
             reason = self._last_words(seq, seq.work.generation, reason)
-        if seq.keeps_state:
+        seq.hands_out_last = seq.keeps_state and self._parking.holds(seq.row)
+        if seq.keeps_state and not seq.hands_out_last:
             self._hand_out_last_block(seq)
         if not seq.announced:
             seq.announced = True
@@ -588,9 +725,16 @@ class EngineLoop:
     def _hand_out_last_block(self, seq: Sequence) -> None:
         node = seq.recorder.last_block
         if node.parent is not None:
-            seq.emit(NodeAt(self._cache.hold(node), "", final=True))
+            lost = "" if self._cache.stands(node) else seq.lost or "NOT_STORED"
+            seq.emit(NodeAt(self._cache.hold(node), lost, final=True))
 
     def _ended(self, seq: Sequence, reason: FinishReason | None) -> None:
+        if self._parking.holds(seq.row):  # the row is free for others; its end is told once its state is stored
+            if not seq.ending:
+                seq.ending, seq.finish_reason = True, reason
+                self._scheduler.drop(seq.row)
+                self._to_close.append(seq.row)
+            return
         usage = seq.usage()
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
@@ -609,14 +753,16 @@ class EngineLoop:
         state = self._scheduler.state(row)
         if state is State.DECODE and seq.position < seq.prompt_tokens:
             state = State.PREFILL  # the plan was ahead of the step
-        self._end(row, Failed(_row_failure(failure, seq, state)), closed=closed)
+        error = row_failure(failure, row=row, call=state.value, position=seq.position)
+        self._end(row, Failed(error), closed=closed)
 
     def _end(self, row: RowId, event: Ended | Failed, *, closed: bool = False) -> None:
         """The one terminal event of a sequence."""
         seq = self._sequences.pop(row)
         self._scheduler.drop(row)
+        self._parking.drop(row)
         seq.recorder.close()
-        if not closed:
+        if not closed and not seq.ending:
             self._to_close.append(row)
         seq.emit(event)
 
@@ -632,20 +778,13 @@ def _wait_for_teardown(thread: threading.Thread) -> None:
         time.sleep(0.001)
 
 
-def _not_begun(error: CallError) -> EngineDown:
-    """`error` for a call that nothing was done for."""
-    return EngineDown(error.text, hint="try again", retry_after=2.0)
-
-
-def _row_failure(failure: Exception, seq: Sequence, state: State) -> CallError:
-    """What the caller of a failed row is told; our own errors pass, the words of others stay in the log."""
-    if isinstance(failure, CallError):
-        return failure
-    incident = secrets.token_hex(16)
-    log.error("row %d failed in %s, incident %s", seq.row, state.value, incident, exc_info=failure)
-    facts = {"row": str(seq.row), "call": state.value, "position": str(seq.position), "incident": incident}
-    return RowFailed(
-        f"the sequence failed in {state.value} at token {seq.position}: {type(failure).__name__}",
-        hint="the others go on; the server's log has the incident",
-        metadata=facts,
+def _demand(work: Work) -> Demand:
+    return Demand(
+        prompt_tokens=len(work.tokens),
+        known_tokens=work.base.end if work.base is not None else 0,
+        new_tokens=work.most_new_tokens,
+        samples=work.generation is not None,
+        priority=work.priority,
+        group=work.group,
+        deadline=work.deadline,
     )

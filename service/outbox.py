@@ -1,4 +1,4 @@
-"""From the engine thread to asyncio. Owns the crossing: one wake-up a step, pending text merged while nobody reads.
+"""From the engine thread to asyncio. Owns the crossing: one wake-up a step, what is pending merged while nobody reads.
 
 `Outlet` lives on both sides: `emit` and `flush` run on the engine thread, delivery on the event loop. A `Channel` is
 one work's mailbox on the loop. What a reader never took (nodes) is let go when the channel closes.
@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Callable
 
 from kvcache.tree import Node
-from service.work import NodeAt, Tokens, WorkEvent
+from service.work import NodeAt, Prefilled, Tokens, WorkEvent
 
 
 class Channel:
-    """One work's events, in order, on the event loop. Pending `Tokens` merge, so memory follows text, not messages."""
+    """One work's events, in order, on the event loop. Pending `Tokens` merge, so memory follows text, not messages.
+
+    Of progress only the newest is kept.
+    """
 
     def __init__(self, let_go: Callable[[Node], None]) -> None:
         self._let_go = let_go
@@ -31,6 +34,8 @@ class Channel:
         if isinstance(event, Tokens) and isinstance(last, Tokens):
             last.text += event.text
             last.picked += event.picked
+        elif isinstance(event, Prefilled) and isinstance(last, Prefilled):
+            self._pending[-1] = event
         else:
             self._pending.append(event)
         self._wake.set()

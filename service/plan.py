@@ -63,9 +63,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """One model call for all rows; each is fed the token it picked last."""
+    """Each row is fed the token it picked last: all in one model call, or in one for each part of `shared`."""
 
     rows: tuple[RowId, ...]
+    shared: tuple[tuple[RowId, ...], ...] = ()  # `rows` by call, so that rows of like length share one; (): one call
     captures: dict[RowId, Capture] = field(default_factory=dict)
 
 

@@ -6,10 +6,11 @@ Runs on the engine thread. Knows which call ends lie inside the current block, s
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvcache.blocks import BLOCK_TOKENS
-from kvcache.cache import Lookup, PrefixCache
+from kvcache.cache import Commit, Lookup, PrefixCache
+from kvcache.records import RecordKind
 from kvcache.schedule import NONCE_BYTES, continued_schedule, decode_schedule, prefill_schedule
 from kvcache.tree import Node
 from service.plan import Capture, Payloads
@@ -47,22 +48,43 @@ class Recorder:
             self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._ends.add(end)
 
-    def capture(self, end: int, *, logits: bool) -> Capture:
-        """What to take from the engine at `end`, the place of the last call: only what is not stored yet."""
+    def capture(self, end: int, *, logits: bool, kinds: Collection[RecordKind] | None = None) -> Capture:
+        """What to take from the engine at `end`, the place of the last call: only what is not stored yet.
+
+        `kinds`: the layer kinds that are worth keeping there; None: all of them.
+        """
         start = self._node.end
         assert start < end <= start + BLOCK_TOKENS
-        kinds = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)
-        return Capture(start=start, end=end, kinds=kinds)
+        wanted = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)
+        if kinds is not None:
+            wanted = tuple(kind for kind in wanted if kind in kinds or kind is RecordKind.LOGITS)
+        return Capture(start=start, end=end, kinds=wanted)
 
-    def commit(self, end: int, payloads: Payloads, *, explicit: bool) -> tuple[Node, str]:
-        """Hands the state at `end` over. Returns the node, held for the caller, and why it was lost, if it was."""
+    def commit(
+        self,
+        end: int,
+        payloads: Payloads,
+        *,
+        explicit: bool,
+        passing: Collection[RecordKind] = (),
+        patient: bool = False,
+    ) -> Commit:
+        """Hands the state at `end` over. The node is held for the caller. See `PrefixCache.commit`."""
         start = self._node.end
         commit = self._cache.commit(
-            self._node, self._tokens[start:end], self._schedule(end), payloads, explicit=explicit
+            self._node,
+            self._tokens[start:end],
+            self._schedule(end),
+            payloads,
+            explicit=explicit,
+            passing=passing,
+            patient=patient,
         )
         if end == start + BLOCK_TOKENS:
             self._move_to(self._cache.hold(commit.node))
-        return commit.node, commit.lost.name if commit.lost else ""
+            if RecordKind.STATE in payloads or RecordKind.WINDOW in payloads:
+                self._cache.thin(commit.node)
+        return commit
 
     @property
     def last_block(self) -> Node:

@@ -337,6 +337,21 @@ class Runtime:
         task.add_done_callback(self._background.discard)
 
 
+_WHY_NOT_KEPT = {
+    "SKIPPED_QUEUE_FULL": "too much waits for the disk, and it did not get on in time",
+    "SKIPPED_DISK_FULL": "the disk is full, or what is on it is all pinned",
+    "SKIPPED_DISK_ERROR": "writes to the disk keep failing",
+    "SKIPPED_MEMORY_FULL": "all of the memory budget is pinned",
+    "SKIPPED_TOO_LARGE": "it is larger than the budgets allow",
+}
+
+
 def store_full(reason: str) -> StoreFull:
-    """The error for state that could not be kept."""
-    return StoreFull(f"the state could not be kept: {reason}", hint="free room, or try again later", retry_after=1.0)
+    """The error for state that could not be kept; `reason` is the store's word for it, or a text."""
+    cause = reason.removeprefix("SKIPPED_")
+    return StoreFull(
+        f"the state could not be kept: {_WHY_NOT_KEPT.get(reason, reason)}",
+        hint="free room, or try again later",
+        metadata={"cause": cause} if cause.isupper() else {},
+        retry_after=1.0,
+    )

@@ -3,23 +3,36 @@
     QUEUED ─► RESTORING ─► PREFILL ─► DECODE ─► SAVING ─► DONE
        └──────────┴───────────┴─────────┴─────────┴──► DONE   (cancelled, failed, stopped, nothing more to do)
 
-A row whose state was lost in a failed call goes from DECODE back to RESTORING.
+A row whose state was lost in a failed call goes from DECODE back to RESTORING. While the last state of a row waits to
+be stored, it is paused: it makes no prefill call.
 
-Each tick: one decode step for all rows that decode, and prefill calls up to a token budget. The budget is one block
-while rows decode, so that their inter-token gap stays below one call and one step, and more when none do. Waiting
-prefills take turns, so that a short prompt is not stuck behind a long one.
+* **Order.** A call ranks by the time at which it came, less a head start for its priority. So waiting lifts the lowest
+  priority over any that comes later than the head start, and nobody waits for ever.
+* **Admission.** Rows reserve the bytes that they can grow to; what does not fit waits. Prompts with more than a block
+  to compute leave all rows to short ones until they are nearly done, so long prompts never fill the house.
+* **Prefill.** A budget of tokens a tick, small while rows decode, so that their gap stays below one call and one step.
+  Ticks take turns: the first in rank goes first, then the one with least left. A long prompt has every second turn
+  whatever comes; a short one waits for one call at most, beside shorter ones.
+* **Decode.** All rows that decode step in every tick, in one call unless padding costs more (`footprint`).
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.schedule import Call
+from service.footprint import Footprint
 from service.plan import RowId
+
+HIGHEST_PRIORITY = 10  # and -10 the lowest: what lies beyond counts as that
+SECONDS_PER_PRIORITY = 10.0  # of waiting make up for one step of priority
+PATIENCE = 5.0  # seconds for which smaller calls may pass one that waits for memory
+CALL_TOKENS = 32  # what a further call in a tick costs beside its tokens: it reads all weights again
 
 
 class State(enum.Enum):
@@ -47,39 +60,6 @@ class IllegalTransition(RuntimeError):
     """A sequence was asked to go where it cannot; nothing has changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """`max_rows` sequences are under way at once, `max_queue` more may wait."""
-
-    max_rows: int = 8
-    max_queue: int = 256
-    busy_prefill_tokens: int = 256  # per tick while rows decode
-    idle_prefill_tokens: int = 512  # per tick while none do, over all rows: a row makes one block's calls at most
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Entry:
-    """What the scheduler knows of one sequence."""
-
-    row: RowId
-    priority: int
-    arrived: int  # order of arrival
-    state: State = State.QUEUED
-    calls: deque[Call] = field(default_factory=deque)
-    samples: bool = True  # goes on to decode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """What to do in one step, by row."""
-
-    admit: tuple[RowId, ...] = ()
-    prefill: tuple[tuple[RowId, Call], ...] = ()
-    finish_prefill: tuple[RowId, ...] = ()  # rows whose last call is in `prefill`, or that had none left
-    decode: tuple[RowId, ...] = ()
-    save: tuple[RowId, ...] = ()
-
-
 class QueueIsFull(Exception):
     """No more sequences may wait."""
 
@@ -89,17 +69,96 @@ class QueueIsFull(Exception):
         self.limit = limit
 
 
+class NeverFits(Exception):
+    """One sequence alone may grow beyond all memory that rows may take."""
+
+    def __init__(self, needed: int, limit: int) -> None:
+        super().__init__(f"the call may grow to {needed:,} bytes of state, and {limit:,} are there for all")
+        self.needed = needed
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds. Sizes in bytes of working state as `Footprint` counts it; None is unbounded."""
+
+    max_rows: int = 8  # decode at once
+    max_queue: int = 256  # may wait beyond those that rows are free for
+    busy_prefill_tokens: int = BLOCK_TOKENS + 2 * CALL_TOKENS  # per tick while rows decode; its first call always fits
+    idle_prefill_tokens: int = 2 * BLOCK_TOKENS + CALL_TOKENS  # while none do; a row makes one block's calls at most
+    active_bytes: int | None = None  # all rows under way together
+    idle_bytes: int = 0  # more, which kept state has to make room for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a sequence asks for, as far as is known before anything was looked up."""
+
+    prompt_tokens: int = 0
+    known_tokens: int = 0  # of them, with state that is likely to be there
+    new_tokens: int = 0  # at most
+    samples: bool = True  # goes on to decode
+    priority: int = 0
+    group: str = ""  # sequences of one group share what they restore: they are admitted together
+    deadline: float | None = None  # on the clock of `now`
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """What the scheduler knows of one sequence."""
+
+    row: RowId
+    demand: Demand
+    arrived: float
+    rank: tuple[float, int]  # lowest first
+    bytes: int  # reserved from admission to the end
+    left: int  # tokens to compute; an estimate until the state is restored
+    length: int  # tokens once it decodes
+    state: State = State.QUEUED
+    calls: deque[Call] = field(default_factory=deque)
+    paused: bool = False
+
+    @property
+    def is_short(self) -> bool:
+        return self.left <= BLOCK_TOKENS
+
+    @property
+    def needs_slot_next(self) -> bool:
+        """Its next call is its last one, and it goes on to decode."""
+        return self.demand.samples and len(self.calls) <= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """What to do in one step, by row."""
+
+    expired: tuple[RowId, ...] = ()  # their deadline passed in the queue: they are DONE
+    admit: tuple[RowId, ...] = ()
+    prefill: tuple[tuple[RowId, Call], ...] = ()
+    finish_prefill: tuple[RowId, ...] = ()  # rows whose last call is in `prefill`, or that had none left
+    decode: tuple[RowId, ...] = ()
+    shared: tuple[tuple[RowId, ...], ...] = ()  # the rows of `decode` by call
+    save: tuple[RowId, ...] = ()
+    borrowed: int = 0  # of `idle_bytes`: what rows have reserved or pad
+
+
 class Scheduler:
-    """See the module's text. Every method is O(rows)."""
+    """See the module's text. `plan` takes O(queue + rows²) time, every other method less."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self.footprint = Footprint()  # of the model, once it is loaded
         self._config = config
         self._entries: dict[RowId, Entry] = {}
-        self._turn: deque[RowId] = deque()  # rows in PREFILL, next one first
+        self._queue: list[Entry] = []  # by rank
         self._arrivals = 0
+        self._least_first = True
+        self._now = 0.0  # of the last plan
+        self._sharing: tuple[tuple[RowId, ...], tuple[tuple[RowId, ...], ...], int] = ((), (), 0)
 
     def __repr__(self) -> str:
         return f"<Scheduler {', '.join(f'{s.value}={self.count(s)}' for s in State if s is not State.DONE)}>"
+
+    # -- looks ----------------------------------------------------------------------------------------------------
 
     def count(self, *states: State) -> int:
         """How many sequences are in one of `states`."""
@@ -108,9 +167,8 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing to plan until somebody submits, or a restore arrives."""
-        return not any(e.state in (State.PREFILL, State.DECODE, State.SAVING) for e in self._entries.values()) and not (
-            self._next_admitted()
-        )
+        moving = (State.PREFILL, State.DECODE, State.SAVING)
+        return all(e.paused or e.state not in moving for e in self._entries.values()) and not self._admissible()
 
     def state(self, row: RowId) -> State:
         entry = self._entries.get(row)
@@ -120,28 +178,65 @@ class Scheduler:
         """Every row that is not DONE."""
         return tuple(self._entries)
 
-    def submit(self, row: RowId, *, priority: int = 0, samples: bool = True) -> None:
-        """Queues a sequence. Raises QueueIsFull."""
+    @property
+    def reserved_bytes(self) -> int:
+        """What rows under way may grow to, padding aside."""
+        return sum(e.bytes for e in self._entries.values() if e.state is not State.QUEUED)
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def submit(self, row: RowId, demand: Demand, now: float) -> None:
+        """Queues a sequence. Raises QueueIsFull or NeverFits."""
+        needed = self.footprint.row_bytes(demand.prompt_tokens + demand.new_tokens)
+        limit = self._limit_bytes
+        if limit is not None and needed > limit:
+            raise NeverFits(needed, limit)
         # Rows that are free will take their share of the queue at the next plan.
-        queued = self.count(State.QUEUED) - max(0, self._free_rows())
+        queued = len(self._queue) - max(0, self._config.max_rows - (len(self._entries) - len(self._queue)))
         if queued >= self._config.max_queue:
             raise QueueIsFull(queued, self._config.max_queue)
         self._arrivals += 1
-        self._entries[row] = Entry(row=row, priority=priority, arrived=self._arrivals, samples=samples)
+        priority = min(max(demand.priority, -HIGHEST_PRIORITY), HIGHEST_PRIORITY)
+        entry = Entry(
+            row=row,
+            demand=demand,
+            arrived=now,
+            rank=(now - SECONDS_PER_PRIORITY * priority, self._arrivals),
+            bytes=needed,
+            left=demand.prompt_tokens - demand.known_tokens,
+            length=demand.prompt_tokens,
+        )
+        self._entries[row] = entry
+        insort(self._queue, entry, key=lambda e: e.rank)
 
     def restored(self, row: RowId, calls: Sequence[Call]) -> None:
         """The row stands where it could be restored to; `calls` are left to make."""
         self._go(row, State.PREFILL)
-        self._entries[row].calls.extend(calls)
-        self._turn.append(row)
+        entry = self._entries[row]
+        entry.calls.extend(calls)
+        entry.left = sum(call.end - call.start for call in calls)
 
     def lost(self, row: RowId) -> None:
         """A decoding row's state is gone: it is restored anew."""
         self._go(row, State.RESTORING)
 
+    def pause(self, row: RowId) -> None:
+        """No further prefill call for this row until `resume`; of no effect on a row past its prefill."""
+        if self.state(row) is State.PREFILL:
+            self._entries[row].paused = True
+
+    def resume(self, row: RowId) -> None:
+        """Takes `pause` back, if there was one."""
+        if row in self._entries:
+            self._entries[row].paused = False
+
     def finish(self, row: RowId, *, save: bool) -> None:
         """A decoding row is at its end; `save`: its state is wanted."""
         self._go(row, State.SAVING if save else State.DONE)
+
+    def saved(self, row: RowId) -> None:
+        """A SAVING row's last call was made."""
+        self._go(row, State.DONE)
 
     def drop(self, row: RowId) -> bool:
         """Ends a row wherever it is; False if it had ended."""
@@ -150,63 +245,131 @@ class Scheduler:
         self._go(row, State.DONE)
         return True
 
-    def plan(self) -> Tick:
+    # -- the plan -------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Tick:
         """The next step. Moves admitted rows to RESTORING and rows without calls left to DECODE or DONE."""
-        admit = self._next_admitted()
+        self._now = now
+        expired = tuple(e.row for e in self._queue if e.demand.deadline is not None and e.demand.deadline <= now)
+        for row in expired:
+            self._go(row, State.DONE)
+        admit = self._admissible()
         for row in admit:
             self._go(row, State.RESTORING)
-        decode = tuple(r for r, e in self._entries.items() if e.state is State.DECODE)
-        save = tuple(r for r, e in self._entries.items() if e.state is State.SAVING)
-        prefill, finished = self._prefill(busy=bool(decode))
-        for row in finished:
-            self._turn.remove(row)
-            self._go(row, State.DECODE if self._entries[row].samples else State.DONE)
-        return Tick(admit=admit, prefill=prefill, finish_prefill=finished, decode=decode, save=save)
+        decode = [e for e in self._entries.values() if e.state is State.DECODE]
+        save = tuple(e.row for e in self._entries.values() if e.state is State.SAVING)
+        shared, padding = self._shared(decode)
+        active = self._config.active_bytes
+        borrowed = 0 if active is None else max(0, self.reserved_bytes + padding - active)
+        for entry in decode:
+            entry.length += 1
+        prefill, finished = self._prefill(decoding=len(decode), saving=len(save))
+        for entry in finished:
+            self._go(entry.row, State.DECODE if entry.demand.samples else State.DONE)
+        return Tick(
+            expired=expired,
+            admit=admit,
+            prefill=tuple(prefill),
+            finish_prefill=tuple(entry.row for entry in finished),
+            decode=tuple(entry.row for entry in decode),
+            shared=shared,
+            save=save,
+            borrowed=borrowed,
+        )
 
-    def saved(self, row: RowId) -> None:
-        """A SAVING row's last call was made."""
-        self._go(row, State.DONE)
+    def _admissible(self) -> tuple[RowId, ...]:
+        """Who leaves the queue now."""
+        if not self._queue:
+            return ()
+        under_way = [e for e in self._entries.values() if e.state is not State.QUEUED]
+        rows, free = len(under_way), self._free_bytes
+        # Rows that decode, and those that are about to; the others have a block and more to compute before that.
+        near = sum(e.is_short or e.state in (State.DECODE, State.SAVING) for e in under_way)
+        chosen: list[RowId] = []
+        for entry in _by_group(self._queue):
+            if (near if entry.is_short else rows) >= self._config.max_rows or rows >= 2 * self._config.max_rows:
+                continue
+            if free is not None and entry.bytes > free:
+                if self._now - entry.arrived > PATIENCE:
+                    break  # what comes free is this one's
+                continue
+            chosen.append(entry.row)
+            rows += 1
+            near += entry.is_short
+            free = free - entry.bytes if free is not None else None
+        return tuple(chosen)
 
-    def _prefill(self, *, busy: bool) -> tuple[tuple[tuple[RowId, Call], ...], tuple[RowId, ...]]:
-        budget = self._config.busy_prefill_tokens if busy else self._config.idle_prefill_tokens
+    def _prefill(self, *, decoding: int, saving: int) -> tuple[list[tuple[RowId, Call]], list[Entry]]:
+        """The calls of this tick, and who has none left behind them."""
+        budget = self._config.busy_prefill_tokens
+        if not decoding:
+            budget = max(budget, self._config.idle_prefill_tokens)
+        budget -= CALL_TOKENS * saving
+        waiting = [e for e in self._entries.values() if e.state is State.PREFILL and not e.paused]
+        waiting.sort(key=lambda e: e.rank)
+        # Decode slots go by rank, so that nobody who is ready is passed by.
+        slots = self._config.max_rows - decoding
+        may_end = {e.row for e in [e for e in waiting if e.needs_slot_next][:slots]}
+        self._least_first = not self._least_first
+        if self._least_first:
+            waiting.sort(key=lambda e: e.left)  # stable: the rank decides between equals
         calls: list[tuple[RowId, Call]] = []
-        finished: list[RowId] = []
-        for row in list(self._turn):
-            entry = self._entries[row]
-            took = False
-            while entry.calls and (not calls or entry.calls[0].end - entry.calls[0].start <= budget):
+        finished: list[Entry] = []
+        for entry in waiting:
+            while entry.calls:
+                tokens = entry.calls[0].end - entry.calls[0].start
+                cost = tokens + CALL_TOKENS * bool(calls)
+                if calls and cost > budget:
+                    break
+                if entry.needs_slot_next and entry.row not in may_end:
+                    if len(may_end) >= slots:
+                        break
+                    may_end.add(entry.row)  # was not ready when the tick began
+                budget -= cost
+                entry.left -= tokens
                 call = entry.calls.popleft()
-                budget -= call.end - call.start
-                calls.append((row, call))
-                took = True
+                calls.append((entry.row, call))
                 if call.stop or call.end % BLOCK_TOKENS == 0:
                     break  # state is taken there, and a row's next call must not run before that
-            if not entry.calls:
-                finished.append(row)
-            elif took:
-                self._turn.remove(row)
-                self._turn.append(row)
-            if budget <= 0:
-                break
-        return tuple(calls), tuple(finished)
+            if not entry.calls and (entry.row in may_end or not entry.demand.samples):
+                finished.append(entry)
+        return calls, finished
 
-    def _free_rows(self) -> int:
-        return self._config.max_rows - sum(e.state is not State.QUEUED for e in self._entries.values())
+    def _shared(self, decode: Sequence[Entry]) -> tuple[tuple[tuple[RowId, ...], ...], int]:
+        """The decode calls and their padding. They stay until the rows change, or memory for padding is short."""
+        rows = tuple(e.row for e in decode)
+        free = self._free_bytes
+        known, calls, padding = self._sharing
+        if rows != known or (free is not None and padding > free):
+            found = self.footprint.share_calls([e.length for e in decode], room=free)
+            calls, padding = tuple(tuple(rows[i] for i in call) for call in found.calls), found.padding
+            self._sharing = (rows, calls, padding)
+        return calls, padding
 
-    def _next_admitted(self) -> tuple[RowId, ...]:
-        free = self._free_rows()
-        if free <= 0:
-            return ()
-        queued = [e for e in self._entries.values() if e.state is State.QUEUED]
-        queued.sort(key=lambda e: (-e.priority, e.arrived))
-        return tuple(e.row for e in queued[:free])
+    @property
+    def _limit_bytes(self) -> int | None:
+        active = self._config.active_bytes
+        return None if active is None else active + self._config.idle_bytes
+
+    @property
+    def _free_bytes(self) -> int | None:
+        limit = self._limit_bytes
+        return None if limit is None else limit - self.reserved_bytes
 
     def _go(self, row: RowId, state: State) -> None:
         entry = self._entries[row]
         if state not in TRANSITIONS[entry.state]:
             raise IllegalTransition(f"row {row}: {entry.state.value} -> {state.value}")
-        entry.state = state
+        if entry.state is State.QUEUED:
+            self._queue.remove(entry)
+        entry.state, entry.paused = state, False
         if state is State.DONE:
             del self._entries[row]
-            if row in self._turn:
-                self._turn.remove(row)
+
+
+def _by_group(queue: Sequence[Entry]) -> Iterable[Entry]:
+    """The queue in order, but members of a group right behind their first."""
+    groups: dict[object, list[Entry]] = {}
+    for entry in queue:
+        groups.setdefault(entry.demand.group or entry.row, []).append(entry)
+    return (entry for group in groups.values() for entry in group)

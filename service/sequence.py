@@ -9,7 +9,8 @@ from array import array
 from collections.abc import Callable
 
 from kvcache.cache import Lookup, PrefixCache
-from kvcache.receipt import MissReason, Usage
+from kvcache.checkpoints import Take, take_at
+from kvcache.receipt import MissReason, Usage, lost_to_grid
 from kvcache.records import FetchResult, Tier
 from kvcache.restore import disk_tokens
 from kvcache.schedule import Call, plan_calls
@@ -31,6 +32,8 @@ class Sequence:
         self.tokens = array("I", work.tokens)
         self.prompt_tokens = len(work.tokens)
         self._share_decoded = cache.share_decoded
+        self._policy = cache.checkpoints.policy
+        self._layout = cache.layout
         self.recorder = Recorder(cache, work.owner, self.tokens)
         self.position = 0  # tokens whose state the engine holds
         self.computed = 0  # tokens of the prompt that went through the model
@@ -51,6 +54,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop: str | None = None
         self.stop_token_id: int | None = None
+        self.lost = ""  # why state of a boundary that a handle needs is not stored
+        self.ending = False  # computed to its end; what is left is to be stored
+        self.hands_out_last = False  # then the last block is to be handed out
 
     @property
     def keeps_state(self) -> bool:
@@ -72,6 +78,14 @@ class Sequence:
     def keeps_decoded(self) -> bool:
         """Whether blocks that decode makes are worth keeping."""
         return self.keeps_state or self._share_decoded
+
+    def take_at(self, end: int) -> Take:
+        """What to keep at the boundary or place `end`: all of a place that was asked for, else as the policy says."""
+        base = self.work.base
+        if self.keeps(end):
+            return Take(self._layout.kinds)
+        places = [*self.work.keep, base.end] if self.rehomes and base is not None else self.work.keep
+        return take_at(self._policy, self._layout, end, places=places, open_end=self.keeps_state)
 
     def keeps(self, end: int) -> bool:
         """Whether the state at exactly `end` of the prompt is wanted, with its logits."""
@@ -128,6 +142,8 @@ class Sequence:
         done = min(self.position, self.prompt_tokens)
         known = min(max(lookup.known, self.work.known_tokens), done)
         recomputed = known - lookup.position
+        base = self.work.base
+        grid = lost_to_grid(lookup.position, known, kept=base.end if base is not None else 0)
         return Usage(
             prompt_tokens=done,
             cached_tokens=lookup.position,
@@ -137,14 +153,17 @@ class Sequence:
             memory_tokens=lookup.position - self._disk_tokens,
             disk_tokens=self._disk_tokens,
             disk_bytes_read=self._disk_bytes,
+            grid_tokens=grid,
             diverged_at=known if known < done else None,
-            miss_reason=self._miss_reason(lookup) if recomputed else MissReason.NONE,
+            miss_reason=self._miss_reason(lookup, lacked=recomputed - grid) if recomputed else MissReason.NONE,
         )
 
-    @staticmethod
-    def _miss_reason(lookup: Lookup) -> MissReason:
+    def _miss_reason(self, lookup: Lookup, lacked: int) -> MissReason:
         """Why what was known had to be computed again; a rollback's cut between kept places is nobody's loss."""
-        return MissReason.BETWEEN_CHECKPOINTS if lookup.miss_reason is MissReason.NONE else lookup.miss_reason
+        reason = lookup.miss_reason
+        if reason is MissReason.NONE and lacked:
+            reason = self.work.known_reason
+        return MissReason.BETWEEN_CHECKPOINTS if reason is MissReason.NONE else reason
 
     def timing(self) -> Timing:
         """Seconds by phase so far."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvcache.receipt import Usage
+from kvcache.receipt import MissReason, Usage
 from kvcache.tree import Node
 from service.events import FinishReason, Timing
 from service.plan import Picked
@@ -39,9 +39,13 @@ class Work:
     keep: frozenset[int]  # positions in (0, len(tokens)]
     generation: Generation | None
     known_tokens: int = 0  # of `tokens`: computed once before, as the submitter knows; more than `base` may tell
+    known_reason: MissReason = MissReason.NONE  # why no state stands at `known_tokens`, beyond the grid
     max_recompute_tokens: int | None = None
     progress: bool = False
     priority: int = 0
+    most_new_tokens: int = 0  # that the row may grow by
+    deadline: float | None = None  # on the engine loop's clock
+    group: str = ""  # works of one group go on from one fork: they are admitted together
 
 
 @dataclass(frozen=True, slots=True)

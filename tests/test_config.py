@@ -74,12 +74,17 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "default_ttl": "9s",
         "max_ttl": "10m",
         "default_max_tokens": "11",
+        "active_bytes": "17MiB",
         "memory_bytes": "12MiB",
         "disk_bytes": "13MiB",
         "scratch_dir": "/var/tmp/k",
         "store_dir": "/var/lib/k",
         "key_file": "/etc/k.key",
         "key_command": "",
+        "checkpoints": "Marks",
+        "state_spacing": "2",
+        "daily_write_bytes": "17MiB",
+        "snapshot_wait": "18s",
         "prefill_budget": "14",
         "share_decoded": "yes",
         "drain_seconds": "15s",
@@ -106,11 +111,16 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         default_ttl=9.0,
         max_ttl=600.0,
         default_max_tokens=11,
+        active_bytes=17 * MIB,
         memory_bytes=12 * MIB,
         disk_bytes=13 * MIB,
         scratch_dir=Path("/var/tmp/k"),
         store_dir=Path("/var/lib/k"),
         key_file=Path("/etc/k.key"),
+        checkpoints="marks",
+        state_spacing=2,
+        daily_write_bytes=17 * MIB,
+        snapshot_wait=18.0,
         prefill_budget=14,
         share_decoded=True,
         drain_seconds=15.0,
@@ -215,6 +225,10 @@ def test_a_unix_socket_alone():
         {"disk_bytes": -1},
         {"drain_seconds": -1.0},
         {"write_stall_seconds": 0.0},
+        {"state_spacing": 1},
+        {"daily_write_bytes": -1},
+        {"snapshot_wait": -1.0},
+        {"checkpoints": "off", "store_dir": Path("s")},
         {"default_ttl": 0.0},
         {"default_ttl": 100.0, "max_ttl": 99.0},
         {"model": ""},
@@ -248,3 +262,8 @@ def test_help_tells_every_flag_variable_and_default(capsys):
     assert text.count("(default:") == len(settings.OPTIONS)
     assert "(default: 64MiB)" in text
     assert "(default: 3600s)" in text
+
+
+def test_where_nothing_is_written_the_disk_has_no_room():
+    assert Config(checkpoints="off", disk_bytes=GIB).disk_budget == 0
+    assert Config(checkpoints="marks", disk_bytes=GIB).disk_budget == GIB

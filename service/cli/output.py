@@ -43,7 +43,8 @@ def receipt(usage: Usage, ttft: float | None = None) -> str:
         f"new {usage.new_tokens:,}",
     ]
     if usage.recomputed_tokens and usage.miss_reason.value:
-        parts[1] += f" ({usage.miss_reason.name.lower().replace('_', ' ')})"
+        grid = f", {usage.grid_tokens:,} by the grid" if 0 < usage.grid_tokens < usage.recomputed_tokens else ""
+        parts[1] += f" ({usage.miss_reason.name.lower().replace('_', ' ')}{grid})"
     if ttft is not None:
         parts.append(f"TTFT {ttft:.2f} s")
     parts.append(f"{size(usage.disk_bytes_read)} read")

@@ -10,7 +10,7 @@ from service.cli import flags, output
 from service.cli.opening import appended, first_taken
 
 if TYPE_CHECKING:
-    from kvfork_client import Snapshot
+    from kvfork_client import CacheStats, Snapshot
 
 SNAPSHOTS_EPILOG = """\
 examples:
@@ -251,8 +251,25 @@ def run_stats(args: argparse.Namespace) -> int:
                     f"{cache.checkpoints_corrupt:,} corrupt, every {cache.checkpoint_interval} tokens",
                 ),
                 ("evictions", f"{cache.evictions:,}"),
+                ("writing", _writing(cache)),
             ]
             + ([("state", "draining: takes no new work")] if server.draining else [])
         )
     )
     return 0
+
+
+def _writing(cache: CacheStats) -> str:
+    """The policy, what was left out and why, and how the disk is."""
+    limit = cache.daily_write_limit_bytes
+    today = f"{output.size(cache.written_today_bytes)} today" + (
+        f" of {output.size(limit)}" if limit is not None else ""
+    )
+    parts = [cache.checkpoint_policy or "unknown", today]
+    skipped = sorted(cache.checkpoints_skipped.items())
+    if skipped:
+        parts.append("skipped " + ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped))
+    if cache.write_errors:
+        paused = f", now paused: {cache.last_write_error}" if cache.writes_paused else ""
+        parts.append(f"{cache.write_errors:,} errors{paused}")
+    return "; ".join(parts)

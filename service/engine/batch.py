@@ -1,10 +1,11 @@
-"""The rows that decode: in one model call where the layout allows it, else one call each. Owns their caches meanwhile.
+"""Rows that decode: in one model call where the layout allows it, else one call each. Owns their caches meanwhile.
 
 Both forms take rows in normal form and give them back in normal form; a row's place is its index in `rows`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import mlx.core as mx
@@ -13,6 +14,8 @@ from kvcache.layout import CacheLayout
 from service.engine import layers
 from service.engine.hold import Held
 from service.plan import Capture, Payloads, RowId
+
+Undo = Callable[[], None]
 
 
 class DecodeBatch(Protocol):
@@ -36,8 +39,8 @@ class DecodeBatch(Protocol):
         """Feeds each row one token; next-token logits (rows, vocab)."""
         ...
 
-    def hold(self) -> Held:
-        """The rows' state as it is, to go back to should the next `step` raise."""
+    def hold(self) -> Undo:
+        """Call what it returns to go back to this moment should the next `join` or `step` raise."""
         ...
 
     def live(self) -> list[mx.array]:
@@ -47,11 +50,6 @@ class DecodeBatch(Protocol):
     def capture(self, row: RowId, what: Capture) -> Payloads:
         """The records of a row that stands at `what.end`."""
         ...
-
-
-def decode_batch(layout: CacheLayout) -> DecodeBatch:
-    """An empty batch of the form that the layout allows."""
-    return OneCallEach(layout) if layout.alone else OneCall(layout)
 
 
 class OneCall:
@@ -83,8 +81,14 @@ class OneCall:
     def step(self, model, tokens: list[int]) -> mx.array:
         return model(mx.array(tokens, dtype=mx.uint32)[:, None], cache=self._batch)[:, -1, :]
 
-    def hold(self) -> Held:
-        return Held(self._batch or [])
+    def hold(self) -> Undo:
+        held, batch, rows = Held(self._batch or []), self._batch, list(self.rows)
+
+        def undo() -> None:
+            held.put_back()
+            self._batch, self.rows = batch, rows
+
+        return undo
 
     def live(self) -> list[mx.array]:
         return [] if self._batch is None else layers.live_arrays(self._batch)
@@ -104,6 +108,9 @@ class OneCallEach:
     def rows(self) -> list[RowId]:
         return list(self._caches)
 
+    def arrange(self, calls: tuple[tuple[RowId, ...], ...]) -> None:
+        """Rows share nothing here."""
+
     def join(self, rows: list[RowId], caches: list[list]) -> None:
         self._caches.update(zip(rows, caches, strict=True))
 
@@ -121,8 +128,14 @@ class OneCallEach:
         fed = zip(tokens, self._caches.values(), strict=True)
         return mx.concatenate([model(mx.array([[t]], dtype=mx.uint32), cache=c)[:, -1, :] for t, c in fed])
 
-    def hold(self) -> Held:
-        return Held([cache for caches in self._caches.values() for cache in caches])
+    def hold(self) -> Undo:
+        held, rows = Held([cache for caches in self._caches.values() for cache in caches]), dict(self._caches)
+
+        def undo() -> None:
+            held.put_back()
+            self._caches = rows
+
+        return undo
 
     def live(self) -> list[mx.array]:
         return [array for caches in self._caches.values() for array in layers.live_arrays(caches)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvcache.blocks import token_bytes
 from kvcache.layout import CacheLayout, LayerKind
 from kvcache.records import RecordKind
+from service.footprint import Footprint
 from service.plan import Capture, OpenRow, Payloads, Picked, Prefill, Restored, RowId, StepPlan, StepResult
 from service.request import Sampling
 
@@ -45,6 +46,7 @@ class FakeEngine:
         kinds = {layer.kind for layer in layout.layers}
         if not kinds & {LayerKind.FULL, LayerKind.STATE}:
             raise ValueError("a window alone does not say what comes next")
+        self.footprint = Footprint()  # as if state took no room
         self._layout = layout
         self._vocab = vocab_size
         self._rows: dict[RowId, _Row] = {}
@@ -77,6 +79,9 @@ class FakeEngine:
 
     def active_bytes(self) -> int:
         return sum(4 * len(row.tokens) for row in self._rows.values())
+
+    def relax(self) -> None:
+        """Holds no memory but its rows'."""
 
     def continuation(self, tokens: Sequence[int], count: int, sampling: Sampling | None = None) -> list[int]:
         """The `count` tokens that any row goes on with after `tokens`."""

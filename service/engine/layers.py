@@ -25,6 +25,7 @@ to it at every cut, so that the physical order of the ring, which decides the or
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -113,14 +114,37 @@ def capture_batched(batch: list, index: int, layout: CacheLayout, what: Capture)
     return {kind: to_payload(arrays) for kind, arrays in groups.items()}
 
 
-def restore(caches: list, layout: CacheLayout, restored: Restored) -> mx.array | None:
+class SharedPayloads:
+    """Payloads as arrays, for one step. One that several rows restore is decoded once, and let go of with this."""
+
+    def __init__(self, restores: list[Restored]) -> None:
+        self._wanted = Counter(id(payload) for restored in restores for payload in restored.payloads)
+        self._held: dict[int, Arrays] = {}
+        self.decoded = 0
+
+    def arrays(self, payload: bytes | bytearray | memoryview) -> Arrays:
+        """The payload's arrays. Each caller has objects of its own: a cache that writes in place changes no other."""
+        arrays = self._held.get(id(payload))
+        if arrays is None:
+            arrays = from_payload(payload)
+            self.decoded += 1
+            if self._wanted[id(payload)] < 2:
+                return arrays
+            self._held[id(payload)] = arrays
+        return {name: array[...] for name, array in arrays.items()}
+
+
+def restore(
+    caches: list, layout: CacheLayout, restored: Restored, payloads: SharedPayloads | None = None
+) -> mx.array | None:
     """Fills fresh caches with stored state, whole or not at all; returns the stored logits, if any.
 
     Raises ValueError if the records do not add up to the position: a restore is never partly filled.
     """
+    payloads = payloads or SharedPayloads([])
     blocks: dict[RecordKind, list[Arrays]] = {}
     for kind, payload in zip(restored.kinds, restored.payloads, strict=True):
-        blocks.setdefault(kind, []).append(from_payload(payload))
+        blocks.setdefault(kind, []).append(payloads.arrays(payload))
     for number, (leaf, spec) in enumerate(zip(leaves(caches), layout.layers, strict=True)):
         if spec.kind is LayerKind.NONE:
             continue

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from kvcache.layout import CacheLayout
 from service.engine import cpu
+from service.footprint import Footprint
 
 log = logging.getLogger("kvfork.loading")
 
@@ -29,7 +30,7 @@ class ModelFacts:
     fingerprint: str
     context_tokens: int
     vocab_size: int
-    bytes_per_token: int  # of state, for layers that keep every token
+    footprint: Footprint
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -38,7 +39,7 @@ class ModelFacts:
 def load(folder: Path):
     """(model, ModelFacts). Raises UnsupportedLayer by name, or upstream's error on a folder that is no model."""
     mx = cpu.mlx()
-    from mlx.utils import tree_map
+    from mlx.utils import tree_flatten, tree_map
 
     from service.engine import few_rows
     from service.engine.probe import probe
@@ -65,7 +66,7 @@ def load(folder: Path):
         fingerprint=fingerprint_of(folder, layout, report.compute_dtype or "stored"),
         context_tokens=int(text.get("max_position_embeddings") or 4096),
         vocab_size=_vocab_size(model, text),
-        bytes_per_token=probed.bytes_per_token,
+        footprint=replace(probed.footprint, weights=sum(a.nbytes for _, a in tree_flatten(model.parameters()))),
         temperature=generation.get("temperature"),
         top_p=generation.get("top_p"),
         top_k=generation.get("top_k"),

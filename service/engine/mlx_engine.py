@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvcache.layout import CacheLayout
-from service.engine import layers
-from service.engine.batch import decode_batch
+from service.engine import cpu, layers
+from service.engine.groups import decode_batch
 from service.engine.heads import last_position
 from service.engine.sampling import RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
+from service.footprint import Footprint
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
 
 log = logging.getLogger("kvfork.engine")
@@ -48,18 +49,23 @@ class _Row:
 class MlxEngine:
     """See `service.engine.Engine`."""
 
-    def __init__(self, model, layout: CacheLayout) -> None:
+    def __init__(self, model, layout: CacheLayout, footprint: Footprint | None = None) -> None:
+        self.footprint = footprint or Footprint()
         self._model = model
         self._last_position = last_position(model)
         self._layout = layout
         self._rows: dict[RowId, _Row] = {}
         self._batch = decode_batch(layout)
+        self.payloads_decoded = 0  # records that were made arrays: one that several rows restore at once counts once
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         self._leave(plan.leave, result)
+        payloads = layers.SharedPayloads([order.restored for order in plan.open if order.restored is not None])
         for order in plan.open:
-            self._guard(order.row, result, self._open, order)
+            self._guard(order.row, result, self._open, order, payloads)
+        self.payloads_decoded += payloads.decoded
+        del payloads
         began = time.perf_counter()
         for call in plan.prefill:
             self._guard(call.row, result, self._prefill, call, result)
@@ -77,6 +83,10 @@ class MlxEngine:
         apart = sum(layers.nbytes(row.caches) for row in self._rows.values() if row.caches is not None)
         return apart + sum(array.nbytes for array in self._batch.live())
 
+    def relax(self) -> None:
+        mx.clear_cache()
+        cpu.trim_heap()
+
     # -- orders ---------------------------------------------------------------------------------------------------
 
     def _guard(self, row: RowId, result: StepResult, act, *args) -> None:
@@ -88,14 +98,14 @@ class MlxEngine:
         except Exception as error:  # whatever a model or a record can raise is this row's end, not the engine's
             result.failed[row] = error
 
-    def _open(self, order: OpenRow) -> None:
+    def _open(self, order: OpenRow, payloads: layers.SharedPayloads) -> None:
         sampler = None
         if order.sampling is not None:
             sampler = RowSampler(order.sampling, order.top_logprobs, order.context)
         row = self._rows.setdefault(order.row, _Row(None, sampler))  # one whose state was lost keeps all else
         row.caches = make_prompt_cache(self._model)
         if order.restored is not None:
-            row.logits = layers.restore(row.caches, self._layout, order.restored)
+            row.logits = layers.restore(row.caches, self._layout, order.restored, payloads)
 
     def _prefill(self, call: Prefill, result: StepResult) -> None:
         row = self._rows[call.row]
@@ -128,7 +138,9 @@ class MlxEngine:
     def _decode(self, order: Decode, result: StepResult) -> None:
         self._leave([row for row in self._batch.rows if row not in order.rows], result)
         rows = [row for row in order.rows if row not in result.failed]
-        self._join([row for row in rows if row not in self._batch.rows and not self._rows[row].alone])
+        self._arrange(order, result)
+        rows = [row for row in rows if row not in result.lost and row not in result.failed]
+        self._join([row for row in rows if not self._rows[row].alone and row not in self._batch.rows])
         if self._batch.rows:
             self._together(order, result)
         for row in rows:
@@ -138,7 +150,7 @@ class MlxEngine:
     def _together(self, order: Decode, result: StepResult) -> None:
         """One call for the whole batch. If it fails its rows go on one by one, and the culprit shows itself."""
         rows = list(self._batch.rows)
-        held = self._batch.hold()
+        undo = self._batch.hold()
         try:
             logits = self._batch.step(self._model, [self._rows[row].token for row in rows])
         except Exception as error:  # nothing was computed: whoever is to blame raises again in a call of its own
@@ -146,38 +158,42 @@ class MlxEngine:
                 result.failed[rows[0]] = error
                 return
             log.warning("a decode call of %d rows failed (%s); one call each", len(rows), type(error).__name__)
-            held.put_back()
+            undo()
             for row in rows:
                 self._rows[row].part()
             self._leave(rows, result)
             return
-        del held  # else every cache would be copied
+        del undo  # else every cache would be copied
         try:
-            # Recurrent state that no logit needed yet goes along: left unevaluated, its graph would grow.
-            picks = pick_all(logits, [self._rows[row].sampler for row in rows], also=self._batch.live())
-        except Exception as error:
-            # MLX raises once; what the evaluation left behind looks computed and may be rubbish. All of it goes.
-            self._batch = decode_batch(self._layout)
-            if len(rows) == 1:
-                result.failed[rows[0]] = error
-                return
-            log.warning("a decode call of %d rows failed (%s); all start anew", len(rows), type(error).__name__)
-            for row in rows:
-                self._rows[row].part()
-                result.lost[row] = error
+            # With the state: recurrent state that no logit needed yet would grow its graph.
+            mx.eval(logits, self._batch.live())
+            picks = pick_all(logits, [self._rows[row].sampler for row in rows])
+        except Exception as error:  # raised before any row has taken a token
+            self._lose(rows, error, result)
             return
         for row, what in order.captures.items():
             if row in self._batch.rows:
                 self._guard(row, result, self._capture, row, what, result)
         self._take(rows, picks, result)
 
+    def _lose(self, rows: list[RowId], error: Exception, result: StepResult) -> None:
+        """MLX raises once; what a failed evaluation left behind looks computed and may be rubbish. All of it goes."""
+        self._batch = decode_batch(self._layout)
+        if len(rows) == 1:
+            result.failed[rows[0]] = error
+            return
+        log.warning("a decode call of %d rows failed (%s); all start anew", len(rows), type(error).__name__)
+        for row in rows:
+            self._rows[row].part()
+            result.lost[row] = error
+
     def _by_itself(self, name: RowId, order: Decode, result: StepResult) -> None:
         """One row's own call: after a batch that failed, and always for a row that fits into no batch."""
         row = self._rows[name]
         logits = self._model(mx.array([[row.token]], dtype=mx.uint32), cache=row.caches)[:, -1, :]
-        (pick,) = pick_all(logits, [row.sampler], also=layers.live_arrays(row.caches))
         layers.normalise(row.caches)
-        mx.eval(layers.live_arrays(row.caches))
+        mx.eval(logits, layers.live_arrays(row.caches))
+        (pick,) = pick_all(logits, [row.sampler])
         if name in order.captures:
             result.captured[name] = layers.capture(row.caches, self._layout, order.captures[name], None)
         row.alone = row.failed_calls > FAILED_CALLS
@@ -205,11 +221,11 @@ class MlxEngine:
                 self._joined([row])
 
     def _joined(self, rows: list[RowId]) -> bool:
-        held = self._batch.hold()
+        undo = self._batch.hold()
         try:
             self._batch.join(rows, [self._rows[row].caches for row in rows])
         except Exception as error:  # caches that upstream cannot put side by side are no fault of their rows
-            held.put_back()
+            undo()
             if len(rows) == 1:
                 log.warning("row %d decodes in calls of its own: %s", rows[0], error)
                 self._rows[rows[0]].alone, self._rows[rows[0]].failed_calls = True, FAILED_CALLS + 1
@@ -218,6 +234,13 @@ class MlxEngine:
             self._rows[row].caches = None
             self._rows[row].logits = None
         return True
+
+    def _arrange(self, order: Decode, result: StepResult) -> None:
+        """Moves rows between calls as the scheduler says."""
+        try:
+            self._batch.arrange(order.shared or (order.rows,))
+        except Exception as error:  # rows are half moved: whose caches are whole, nobody knows
+            self._lose(list(self._batch.rows), error, result)
 
     def _leave(self, rows: Iterable[RowId], result: StepResult) -> None:
         """Takes rows out of the batch into caches of their own."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from kvcache.layout import CacheLayout, LayerKind
+from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from service.engine import layers
 from service.engine.policies import policy_of
 from service.engine.upstream import PADDING_MATTERS, make_prompt_cache, qualified_name
+from service.footprint import Footprint
 
 _LENGTHS = (40, 17, 9, 1)  # the longest first: it is the only one that is not padded
 
@@ -28,7 +29,7 @@ class Probed:
     """What the calls showed."""
 
     layout: CacheLayout
-    bytes_per_token: int  # of state, for layers that keep every token
+    footprint: Footprint  # of a row; the weights are no part of it
 
 
 def probe(model) -> Probed:
@@ -57,12 +58,21 @@ def probe(model) -> Probed:
         if spec.kind is LayerKind.FULL
         for array in policy_of(leaf).capture(leaf, 0, 1).values()
     )
+    fixed = sum(_fixed_bytes(leaf, spec) for leaf, spec in zip(longest, specs, strict=True))
     alone = (
         layout.alone
         or PADDING_MATTERS.get(type(model).__module__)
         or _why_alone(model, rows, [prompt[-1] for prompt in prompts])
     )
-    return Probed(layout=CacheLayout(tuple(specs), alone=alone), bytes_per_token=per_token)
+    return Probed(layout=CacheLayout(tuple(specs), alone=alone), footprint=Footprint(per_token=per_token, fixed=fixed))
+
+
+def _fixed_bytes(leaf, spec: LayerSpec) -> int:
+    """What a leaf takes however long the row is: a whole window, or recurrent state as the probe left it."""
+    held = sum(array.nbytes for array in policy_of(leaf).live(leaf))
+    if spec.kind is LayerKind.STATE:
+        return held
+    return -(-held // min(_LENGTHS[0], spec.window)) * spec.window if spec.kind is LayerKind.WINDOW else 0
 
 
 def _prefilled(model, tokens: list[int]) -> list:

@@ -106,23 +106,16 @@ class RowSampler:
 
 
 def pick_all(
-    logits: mx.array,
-    samplers: Sequence[RowSampler],
-    masks: Mapping[int, Mask | Exception] | None = None,
-    *,
-    also: Sequence[mx.array] = (),
+    logits: mx.array, samplers: Sequence[RowSampler], masks: Mapping[int, Mask | Exception] | None = None
 ) -> list[Picked | Exception]:
-    """One pick for each row of `logits` (rows, vocab), with one wait for the device, which computes `also` as well.
+    """One pick for each row of `logits` (rows, vocab), with one wait for the device.
 
     `masks`: of constrained rows, by index; an exception in a mask's place is that row's end. A row whose sampling
-    raises, or whose logits are not finite, gets its exception; the others are not disturbed. Raises what the device
-    raises, before any row has taken a token: then nothing that was computed can be trusted.
+    raises, or whose logits are not finite, gets its exception; the others are not disturbed.
     """
     masks = masks or {}
-    logits = logits.astype(mx.float32)
-    mx.eval(logits, *also)
     picks: list[Picked | Exception] = []
-    for i, (sampler, row) in enumerate(zip(samplers, np.asarray(logits), strict=True)):
+    for i, (sampler, row) in enumerate(zip(samplers, np.asarray(logits.astype(mx.float32)), strict=True)):
         mask = masks.get(i)
         try:
             if isinstance(mask, Exception):

@@ -46,6 +46,7 @@ _MISS_REASONS = {
     MissReason.CORRUPT: pb.MISS_REASON_CORRUPT,
     MissReason.CHEAPER_TO_COMPUTE: pb.MISS_REASON_CHEAPER_TO_COMPUTE,
     MissReason.PROVENANCE: pb.MISS_REASON_PROVENANCE,
+    MissReason.THINNED: pb.MISS_REASON_THINNED,
 }
 _FINISH_REASONS = {
     FinishReason.EOS: inference_pb.FINISH_REASON_EOS,
@@ -147,6 +148,7 @@ def write_usage(usage: Usage) -> pb.Usage:
         disk_bytes_read=usage.disk_bytes_read,
         diverged_at=usage.diverged_at,
         miss_reason=_MISS_REASONS[usage.miss_reason],
+        grid_tokens=usage.grid_tokens,
     )
 
 
@@ -251,6 +253,9 @@ def _limits(limits: LimitsView) -> server_pb.Limits:
     )
 
 
+_ERROR_CHARS = 300  # what the system said, not its essay
+
+
 def write_stats(view: StatsView) -> server_pb.CacheStats:
     """Scheduler, memory and store in numbers."""
     return server_pb.CacheStats(
@@ -271,6 +276,14 @@ def write_stats(view: StatsView) -> server_pb.CacheStats:
         checkpoints_read=view.checkpoints_read,
         checkpoints_corrupt=view.checkpoints_corrupt,
         evictions=view.evictions,
+        checkpoint_policy=view.checkpoint_policy,
+        checkpoints_skipped=view.checkpoints_skipped,
+        pending_bytes=view.pending_bytes,
+        written_today_bytes=view.written_today_bytes,
+        daily_write_limit_bytes=view.daily_write_limit_bytes,
+        write_errors=view.write_errors,
+        writes_paused=view.writes_paused,
+        last_write_error=view.last_write_error[:_ERROR_CHARS],
     )
 
 

@@ -42,6 +42,8 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     errors.EngineFailed: grpc.StatusCode.UNAVAILABLE,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.ActiveMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineUnmet: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.SnapshotNotFound: grpc.StatusCode.NOT_FOUND,
     errors.SnapshotIdTaken: grpc.StatusCode.ALREADY_EXISTS,
     errors.SnapshotInUse: grpc.StatusCode.FAILED_PRECONDITION,

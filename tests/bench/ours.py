@@ -209,8 +209,9 @@ class Server:
         mark_at: int | None = None,
         ids: bool = False,
         top_logprobs: int | None = None,
+        into: Reply | None = None,
     ) -> Reply:
-        """Greedy, to the full length whatever the model says; returns when it has ended."""
+        """Greedy, to the full length whatever the model says; returns when it has ended. `into` grows meanwhile."""
         request = inference.GenerateRequest(
             parent=parent,
             input=what,
@@ -224,7 +225,8 @@ class Server:
             request.marks.add(landmark=types.LANDMARK_PROMPT_END)
         if mark_at is not None:
             request.marks.add(token_count=mark_at)
-        reply = Reply(sent=time.perf_counter())
+        reply = into if into is not None else Reply(sent=0.0)
+        reply.sent = time.perf_counter()
         for response in self.inference.Generate(request, timeout=CALL_SECONDS):
             match response.WhichOneof("event"):
                 case "delta":

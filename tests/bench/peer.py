@@ -80,8 +80,8 @@ class Peer:
     def pid(self) -> int:
         return self.process.pid
 
-    def complete(self, prompt: str, max_tokens: int) -> PeerReply:
-        """Greedy completion of a raw text, streamed; returns when it has ended."""
+    def complete(self, prompt: str, max_tokens: int, into: PeerReply | None = None) -> PeerReply:
+        """Greedy completion of a raw text, streamed; returns when it has ended. `into` grows meanwhile."""
         body = {
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -90,7 +90,8 @@ class Peer:
             "stream_options": {"include_usage": True},
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=CALL_SECONDS)
-        reply = PeerReply(sent=time.perf_counter())
+        reply = into if into is not None else PeerReply(sent=0.0)
+        reply.sent = time.perf_counter()
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:

@@ -22,6 +22,12 @@ PROMISED = {
         "chat.decode_2_over_1",
         "chat.host_share_of_step",
     },
+    "fair": {
+        "fair.longest_gap_in_chunks",
+        "fair.longest_gap_over_peer",
+        "fair.long_ttft_over_alone",
+        "fair.short_ttft_in_chunks",
+    },
     "memory": {
         "memory.extra_over_budget",
         "memory.restored_exactly",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
-from tests.e2e.live import LiveServer, adds_up, generate, greedy, prompt_of, raw, refusal_of
+from tests.e2e.live import LiveServer, adds_up, generate, greedy, prompt_of, raw, refusal_of, refused
 
 MEMORY, DISK = 1 << 20, 8 << 20
 MODELS = ("tiny-gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-llama", "tiny-qwen3_5")))
@@ -130,6 +131,23 @@ def test_creations_are_kept_or_refused_with_a_time_to_retry(tight: LiveServer) -
         adds_up(reply.usage)
         made += 1
     assert made >= 5
+
+
+def test_calls_wait_for_the_memory_that_rows_have_reserved_and_one_too_large_is_refused(llama: LiveServer) -> None:
+    """A thousand bytes a token: rows of about 1,200 tokens, and room for two, the second with what kept state lends."""
+    requests = [greedy(raw(prompt_of(900, 800 + i)), tokens=20) for i in range(9)]
+    expected = [generate(llama, request).ids for request in requests]
+    with LiveServer("tiny-llama", "--active-bytes", "2MiB", "--memory-bytes", "1MiB") as server:
+        assert server.model().bytes_per_token == 1024
+        with ThreadPoolExecutor(9) as pool:
+            answers = list(pool.map(lambda request: generate(server, request), requests))
+        assert [answer.ids for answer in answers] == expected
+        assert max(answer.started.queue_time.ToMicroseconds() for answer in answers) > 0
+        refusal = refused(lambda: generate(server, greedy(raw(prompt_of(3000, 1)), tokens=100)))
+        assert (refusal.code, refusal.reason) == ("RESOURCE_EXHAUSTED", "ACTIVE_MEMORY")
+        assert refusal.metadata == {"needBytes": str(3356 * 1024), "limitBytes": str(3 << 20)}
+        assert refusal.retry_seconds is None
+        assert len(generate(server, greedy(raw(prompt_of(2700, 1)), tokens=50)).ids) == 50
 
 
 def tokens_of(server: LiveServer, name: str) -> list[int]:

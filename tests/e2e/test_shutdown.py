@@ -78,17 +78,17 @@ def test_nothing_is_left_after_a_stop() -> None:
 
 
 def test_streams_under_way_are_finished_by_a_stop() -> None:
-    """Four that decode, one that waits for a row, one in a long prefill."""
+    """Five that decode, one in a long prefill that holds no row yet, one that waits for a row."""
     with LiveServer("tiny-gemma3", "--max-batch", "5") as server:
-        lengths = [40, 40, 40, 40, 20_000, 40]
+        lengths = [40, 40, 40, 40, 20_000, 40, 40]
         streams = [
             server.inference.Generate(
                 greedy(raw(prompt_of(length, i)), tokens=ENDLESS, save=pb.SnapshotOptions()), timeout=PATIENCE
             )
             for i, length in enumerate(lengths)
         ]
-        until(lambda: (s := server.stats()).active_sequences == 5 and s.queued_calls == 1, what="a full server")
-        with ThreadPoolExecutor(6) as pool:
+        until(lambda: (s := server.stats()).active_sequences == 6 and s.queued_calls == 1, what="a full server")
+        with ThreadPoolExecutor(7) as pool:
             answers = [pool.submit(answer_of, stream) for stream in streams]
             assert server.terminate() == 0
             reasons = {answer.result(PATIENCE).finished.reason for answer in answers}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.cache import PrefixCache
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from kvcache.receipt import Usage
 from kvcache.records import RecordId, RecordKind
 from kvcache.store import StoreConfig, TieredStore
@@ -84,11 +85,13 @@ class Rig:
         load: Callable[[], tuple[object, ModelFacts]] | None = None,
         memory: int = 512 * MIB,
         rows: int = 8,
+        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
         """`folder` has the tokenizer, and the model too unless `load` gives another, on the engine thread."""
         self.folder = folder
         self._load_given = load
         self._memory = memory
+        self._checkpoints = checkpoints
         self.codec = TextCodec.load(folder)
         self._ready = threading.Event()
         self._broken: Exception | None = None
@@ -117,10 +120,16 @@ class Rig:
         self.facts = facts
         self.model = model
         store = TieredStore(
-            StoreConfig(memory_bytes=self._memory, disk_bytes=2048 * MIB, queue_bytes=256 * MIB, min_free_bytes=0)
+            StoreConfig(
+                memory_bytes=self._memory,
+                disk_bytes=0 if self._checkpoints.policy is CheckpointPolicy.OFF else 2048 * MIB,
+                queue_bytes=256 * MIB,
+                min_free_bytes=0,
+                policy=self._checkpoints.policy,
+            )
         )
         store.start()
-        self.cache = PrefixCache(store, facts.layout, facts.fingerprint)
+        self.cache = PrefixCache(store, facts.layout, facts.fingerprint, checkpoints=self._checkpoints)
         self.engine = MlxEngine(model, facts.layout)
         return self.engine, self.cache
 

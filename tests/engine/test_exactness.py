@@ -10,8 +10,10 @@ import itertools
 
 import pytest
 
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
+from kvcache.thinning import branch_cost
 from kvcache.tree import Node
 from service.request import Sampling
 from tests.engine.rig import GREEDY, Outcome, Rig, open_rig, prompt_of
@@ -242,3 +244,53 @@ def test_a_trimmed_block_outlives_the_snapshot_it_was_cut_from() -> None:
     assert warm.usage is not None
     assert (warm.usage.cached_tokens, warm.usage.recomputed_tokens, warm.usage.new_tokens) == (305, 0, 2)
     rig.close()
+
+
+def same_end(rig: Rig, warm: Node, other: Node) -> None:
+    """As `same_state`, where boundaries on the way were thinned differently."""
+    assert rig.records(warm) == rig.records(other)
+    for ours, theirs in zip(rig.chain(warm), rig.chain(other), strict=True):
+        for kind in ours.keys() & theirs.keys():
+            assert ours[kind] == theirs[kind], kind
+
+
+def test_a_branch_of_a_thinned_chain_is_computed_from_an_earlier_checkpoint_and_exact() -> None:
+    rig = open_rig("tiny-qwen3_5", checkpoints=Checkpoints(state_spacing=2))
+    prompt = prompt_of(rig, 2600, seed=31)
+    long = rig.run(prompt, keep=[2600]).nodes[2600]
+    there = [node.end for node in long.path() if RecordKind.STATE in rig.records(node)]
+    assert there == [1024, 1536, 2048, 2304, 2560, 2600]
+    for place in (2400, 1792, 1300, 300):  # what one computes again serves only places behind it
+        cost = rig.cache.recompute_tokens(long, place)
+        assert cost == branch_cost(there, place)
+        base = rig.cache.hold_base(long, place)
+        again = rig.run(prompt[:place], base=base if base.parent else None, keep=[place])
+        rig.cache.let_go(base)
+        assert again.usage is not None and place - again.usage.cached_tokens == cost
+        same_end(rig, again.nodes[place], cold(rig, prompt[:place], keep=[place]).nodes[place])
+        tokens = [*prompt[:place], *prompt_of(rig, SUFFIX, seed=place)]  # one that finds its way by content
+        branch = rig.run(tokens, keep=[len(tokens)])
+        assert branch.usage is not None and branch.usage.new_tokens <= SUFFIX
+        same_end(rig, branch.nodes[len(tokens)], cold(rig, tokens, keep=[len(tokens)]).nodes[len(tokens)])
+    rig.close()
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MARKS, CheckpointPolicy.OFF])
+def test_handles_are_exact_where_nothing_else_is_kept(policy: CheckpointPolicy) -> None:
+    for name in ("tiny-llama", "tiny-gemma3", "tiny-qwen3_5"):
+        rig = open_rig(name, checkpoints=Checkpoints(policy=policy))
+        prompt = prompt_of(rig, 1100, seed=41)
+        answer = rig.run(prompt, keep=[300, 1100], generate=200, save=True)
+        for place in (300, 1100):
+            tokens = prompt[:place] + prompt_of(rig, SUFFIX, seed=place)
+            warm = rig.run(tokens, base=answer.nodes[place], keep=[len(tokens)])
+            assert warm.usage is not None and (warm.usage.cached_tokens, warm.usage.new_tokens) == (place, SUFFIX)
+            keep = [mark for mark in (300, 1100) if mark <= place]
+            other = cold(rig, tokens, keep=[*keep, len(tokens)]).nodes[len(tokens)]
+            assert rig.records(warm.nodes[len(tokens)]) == rig.records(other)
+        end = answer.nodes[1300]
+        tokens = [*end.all_tokens(), *prompt_of(rig, SUFFIX, seed=42)]
+        warm = rig.run(tokens, base=end, keep=[len(tokens)])
+        assert warm.usage is not None and (warm.usage.cached_tokens, warm.usage.recomputed_tokens) == (1300, 0)
+        assert rig.cache.store.stats().file_bytes == 0 or policy is CheckpointPolicy.MARKS
+        rig.close()

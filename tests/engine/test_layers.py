@@ -63,16 +63,20 @@ class _Line:
                 self._keep(self.end)
 
     def restored(self) -> list:
-        """A fresh cache from the records of blocks that a restore reads, and of the tail."""
+        """A fresh cache from what is stored."""
+        fresh = [self.make()]
+        layers.restore(fresh, self.layout, self.stored())
+        return fresh
+
+    def stored(self) -> Restored:
+        """The records of blocks that a restore reads, and of the tail."""
         if self.end % BLOCK_TOKENS:
             self._keep(self.end)
         reach = self.end - self.layout.window if RecordKind.WINDOW in self.kinds else -1
         read = [(start, part) for start, part in self.blocks if min(start + BLOCK_TOKENS, self.end) > reach]
         records = [(kind, start, part[kind]) for start, part in read for kind in self.kinds]
         kinds, starts, payloads = zip(*records, strict=True)
-        fresh = [self.make()]
-        layers.restore(fresh, self.layout, Restored(position=self.end, kinds=kinds, starts=starts, payloads=payloads))
-        return fresh
+        return Restored(position=self.end, kinds=kinds, starts=starts, payloads=payloads)
 
     def _keep(self, end: int) -> None:
         start = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -133,6 +137,28 @@ def test_a_cache_of_every_token_comes_back(make: Make) -> None:
         (fresh,) = line.restored()
         assert tokens_of(fresh) == tokens_of(line.caches[0])
         assert fresh.offset == end + 3
+
+
+@pytest.mark.parametrize("end", [100, 256, 700])
+@pytest.mark.parametrize(
+    "make", [KVCache, ConcatenateKVCache, lambda: RotatingKVCache(64), lambda: ChunkedKVCache(300)]
+)
+def test_rows_restored_from_the_same_payloads_write_into_their_own_arrays(make: Make, end: int) -> None:
+    line = _Line(make)
+    line.prefill(end)
+    stored = line.stored()
+    payloads = layers.SharedPayloads([stored] * 3)
+    alone = [make()]
+    layers.restore(alone, line.layout, stored)
+    rows = [[make()] for _ in range(3)]
+    for caches in rows:
+        layers.restore(caches, line.layout, stored, payloads)
+    assert payloads.decoded == len(stored.payloads)
+    for n, (cache,) in enumerate(rows[:2]):
+        for _ in range(300):  # over the end of every ring, in place
+            cache.update_and_fetch(mx.full((1, 1, 1, 1), -n), mx.full((1, 1, 1, 1), -n))
+        mx.eval(layers.live_arrays([cache]))
+    assert tokens_of(rows[2][0]) == tokens_of(alone[0])
 
 
 def test_quantised_keys_and_values_come_back_as_they_are_packed() -> None:

@@ -100,7 +100,7 @@ def test_a_loaded_model_and_its_facts_agree(name: str) -> None:
     kinds = [layer.kind for layer in facts.layout.layers]
     assert len(kinds) == len(caches)
     full = [cache for cache, kind in zip(caches, kinds, strict=True) if kind is LayerKind.FULL]
-    assert facts.bytes_per_token == sum(c.keys[..., :1, :].nbytes + c.values[..., :1, :].nbytes for c in full) > 0
+    assert facts.footprint.per_token == sum(c.keys[..., :1, :].nbytes + c.values[..., :1, :].nbytes for c in full) > 0
     assert facts.context_tokens >= 256
     assert facts.layout.trimmable == (name == "tiny-llama")
     assert facts.layout.window == (64 if name == "tiny-gemma3-w64" else 0)

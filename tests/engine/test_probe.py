@@ -53,7 +53,7 @@ def test_a_model_that_batches_well_decodes_in_one_call() -> None:
     probed = probe(_SumOfAllTokens())
     assert probed.layout.alone == ""
     assert probed.layout.describe() == "full,none"  # the second cache is never filled
-    assert probed.bytes_per_token == 2 * 8 * 4  # keys and values, float32
+    assert probed.footprint.per_token == 2 * 8 * 4  # keys and values, float32
 
 
 def test_a_model_that_padding_leads_astray_decodes_row_by_row() -> None:

@@ -78,6 +78,15 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     assert made.engine.active_bytes() == 0
 
 
+def some_calls(rng: random.Random, rows: list[RowId]) -> tuple[tuple[RowId, ...], ...]:
+    """The rows in one call, or dealt out to two; no wish at all is one call too."""
+    if rng.random() < 0.5:
+        return rng.choice([(), (tuple(rows),)])
+    second = {row for row in rows if row % 2 == rng.randrange(2)}
+    calls = (tuple(row for row in rows if row not in second), tuple(row for row in rows if row in second))
+    return tuple(call for call in calls if call)
+
+
 def play(bench: Bench, rng: random.Random) -> None:
     """Four rows join, pause, come back and end at random."""
     waiting = [(index, rng.choice([GREEDY, SEEDED])) for index in rng.sample(range(len(LENGTHS)), 4)]
@@ -92,7 +101,7 @@ def play(bench: Bench, rng: random.Random) -> None:
         taking = [row for row in running if rng.random() < 0.85]
         rng.shuffle(taking)
         if taking:
-            result = bench.step(StepPlan(decode=Decode(rows=tuple(taking))))
+            result = bench.step(StepPlan(decode=Decode(rows=tuple(taking), shared=some_calls(rng, taking))))
             assert result.picked.keys() == set(taking)
             for row, pick in result.picked.items():
                 running[row][1].append(pick.token)

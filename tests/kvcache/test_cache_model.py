@@ -16,6 +16,7 @@ from tiny_worlds import LAYOUTS, World, payload_of
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import CacheLimits, Keep, Lookup
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind, Tier
 from kvcache.restore import needed
@@ -46,10 +47,18 @@ class Name:
 class Play:
     """One world, its twin, and what happens next."""
 
-    def __init__(self, seed: int, layout: str, *, share_decoded: bool) -> None:
+    def __init__(
+        self, seed: int, layout: str, *, share_decoded: bool, checkpoints: Checkpoints = DEFAULT_CHECKPOINTS
+    ) -> None:
         self.rng = random.Random(f"{seed} {layout}")
         self.world = World(
-            LAYOUTS[layout], memory=MEMORY, disk=DISK, queue=QUEUE, limits=LIMITS, share_decoded=share_decoded
+            LAYOUTS[layout],
+            memory=MEMORY,
+            disk=DISK,
+            queue=QUEUE,
+            limits=LIMITS,
+            share_decoded=share_decoded,
+            checkpoints=checkpoints,
         )
         self.cache, self.store = self.world.cache, self.world.store
         self.mine: Counter[Node] = Counter()
@@ -366,8 +375,10 @@ class Play:
         assert all(self.cache.root(owner).holds == 0 for owner in OWNERS)
 
 
-def play(seed: int, layout: str, operations: int, *, share_decoded: bool) -> Counter[str]:
-    game = Play(seed, layout, share_decoded=share_decoded)
+def play(
+    seed: int, layout: str, operations: int, *, share_decoded: bool, checkpoints: Checkpoints = DEFAULT_CHECKPOINTS
+) -> Counter[str]:
+    game = Play(seed, layout, share_decoded=share_decoded, checkpoints=checkpoints)
     for number in range(operations):
         game.step()
         if number % 50 == 0:
@@ -385,6 +396,13 @@ def test_the_cache_agrees_with_a_twin_that_knows_who_holds_what(layout: str, sha
     assert min(done[what] for what in ("restored", "restored behind", "recomputed behind", "named", "deleted")) > 15
     assert min(done[what] for what in ("read late", "cut", "expired", "evicted", "rehomed", "on disk")) > 3
     assert done["names checked"] > 100
+
+
+@pytest.mark.parametrize("layout", ["window", "state", "all"])
+def test_the_cache_agrees_with_its_twin_while_chains_are_thinned_to_what_handles_need(layout: str) -> None:
+    done = play(3, layout, 1_500, share_decoded=True, checkpoints=Checkpoints(policy=CheckpointPolicy.MARKS))
+    assert min(done[what] for what in ("restored", "recomputed behind", "named", "deleted", "rehomed")) > 3
+    assert done["names checked"] > 50
 
 
 @pytest.mark.slow

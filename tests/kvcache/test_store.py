@@ -759,6 +759,24 @@ def test_trimming_memory_spills_and_trimming_disk_gives_space_back() -> None:
     store.close()
 
 
+def test_memory_that_is_lent_is_spilled_at_once_and_not_used_until_it_is_given_back() -> None:
+    store = store_over()
+    put_all(store, range(8), FULL)
+    store.lend(7 * SIZE)
+    store.run_pending()
+    assert tiers(store, range(8), FULL) == [Tier.DISK] * 5 + [Tier.MEMORY] * 3
+    put_all(store, range(8, 10), FULL)
+    assert store.stats().memory_bytes <= 3 * SIZE
+    store.lend(20 * SIZE)  # more than there is
+    put_all(store, range(10, 11), FULL)
+    assert store.stats().memory_bytes == 0
+    assert all(holds(store, name, FULL) for name in range(11))
+    store.lend(0)
+    put_all(store, range(11, 25), FULL)
+    assert store.stats().memory_bytes == 10 * SIZE
+    store.close()
+
+
 def test_trimming_on_a_failing_disk_is_counted_and_harmless() -> None:
     storage = FaultyStorage()
     store = store_over(storage)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvcache.blocks import BLOCK_TOKENS, token_bytes
 from kvcache.cache import CacheLimits, Keep, Lookup, PrefixCache
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.records import FetchResult, RecordId, RecordKind
 from kvcache.schedule import plan_calls
@@ -71,15 +72,27 @@ class World:
         queue: int = 10_000,
         limits: CacheLimits = LIMITS,
         share_decoded: bool = False,
+        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
         self.now = 1000.0
         self.storage = MemoryStorage()
         config = StoreConfig(
-            memory_bytes=memory, disk_bytes=disk, queue_bytes=queue, segment_bytes=2_000, min_free_bytes=0
+            memory_bytes=memory,
+            disk_bytes=disk,
+            queue_bytes=queue,
+            segment_bytes=2_000,
+            min_free_bytes=0,
+            policy=checkpoints.policy,
         )
         self.store = TieredStore(config, self.storage, clock=lambda: self.now)
         self.cache = PrefixCache(
-            self.store, layout, "model", limits=limits, share_decoded=share_decoded, clock=lambda: self.now
+            self.store,
+            layout,
+            "model",
+            limits=limits,
+            share_decoded=share_decoded,
+            clock=lambda: self.now,
+            checkpoints=checkpoints,
         )
 
     @property
@@ -114,8 +127,9 @@ class World:
         def take(end: int, *, kept: bool, logits: bool) -> None:
             capture = recorder.capture(end, logits=logits)
             payloads = {kind: payload_of(kind, tokens[:end]) for kind in capture.kinds}
-            node, why = recorder.commit(end, payloads, explicit=True)
-            lost.extend([why] if why else [])
+            commit = recorder.commit(end, payloads, explicit=True)
+            node = commit.node
+            lost.extend([commit.lost.name] if commit.lost else [])
             if kept:
                 nodes[end] = node
             else:

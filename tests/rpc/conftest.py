@@ -221,7 +221,9 @@ class ScriptedCore:
 
     def stats(self) -> StatsView:
         numbers = {name: number for number, name in enumerate(StatsView.__dataclass_fields__, start=1)}
-        return StatsView(**numbers)
+        texts = {"checkpoint_policy": "marks", "last_write_error": "OSError: no space"}
+        others = {"checkpoints_skipped": {"queue_full": 5}, "writes_paused": True}
+        return StatsView(**{**numbers, **texts, **others})
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         self.trimmed = (memory_bytes, disk_bytes)

@@ -854,7 +854,13 @@ def test_replies_into_messages():
 
 
 def test_every_number_of_the_stats_arrives_under_its_own_name():
-    view = StatsView(**{field.name: number for number, field in enumerate(fields(StatsView), start=1)})
+    view = replace(
+        StatsView(**{field.name: number for number, field in enumerate(fields(StatsView), start=1)}),
+        checkpoint_policy="marks",
+        checkpoints_skipped={"queue_full": 5},
+        writes_paused=True,
+        last_write_error="OSError: no space",
+    )
     message = mapping_out.write_stats(view)
     assert {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields} == {
         field.name: getattr(view, field.name) for field in fields(StatsView)

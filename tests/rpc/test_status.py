@@ -86,6 +86,8 @@ TABLE: list[tuple[CallError, grpc.StatusCode, set[str]]] = [
     (errors.EngineFailed("dead"), grpc.StatusCode.UNAVAILABLE, set()),
     (errors.Draining("bye"), grpc.StatusCode.UNAVAILABLE, set()),  # the request names a snapshot: see below
     (errors.QueueFull("full"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure", "RetryInfo"}),
+    (errors.ActiveMemory("big"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
+    (errors.DeadlineUnmet("late"), grpc.StatusCode.DEADLINE_EXCEEDED, set()),
     (errors.SnapshotNotFound("no", resource=RESOURCE), grpc.StatusCode.NOT_FOUND, {"ResourceInfo"}),
     (errors.SnapshotIdTaken("no", resource=RESOURCE), grpc.StatusCode.ALREADY_EXISTS, {"ResourceInfo"}),
     (errors.SnapshotInUse("busy"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcache.cache import PrefixCache
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import Usage
-from kvcache.storage import MemoryStorage
+from kvcache.storage import MemoryStorage, Storage
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
 from service.engine.fake import FakeEngine
@@ -119,23 +121,51 @@ class LoopRig:
         disk: int = 64 * MIB,
         rows: int = 4,
         queue: int = 8,
+        active: int | None = None,
         share_decoded: bool = False,
+        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
+        queue_bytes: int = MIB,
+        snapshot_wait: float = 10.0,
+        storage: Storage | None = None,
+        started: bool = False,
     ) -> None:
+        """`storage`: what to write to, and no `damage` then. `started`: the store's thread runs, as it does in life."""
         self.now = 100.0
         self.engine = engine or FakeEngine(LAYOUT)
         self.storage = MemoryStorage()
         config = StoreConfig(
-            memory_bytes=memory, disk_bytes=disk, queue_bytes=MIB, segment_bytes=4096, min_free_bytes=0
+            memory_bytes=memory,
+            disk_bytes=disk,
+            queue_bytes=queue_bytes,
+            segment_bytes=4096,
+            min_free_bytes=0,
+            policy=checkpoints.policy,
         )
-        self.store = TieredStore(config, self.storage, clock=lambda: self.now)
+        self.store = TieredStore(config, storage or self.storage, clock=lambda: self.now)
         self.cache = PrefixCache(
-            self.store, self.engine._layout, "fake", share_decoded=share_decoded, clock=lambda: self.now
+            self.store,
+            self.engine._layout,
+            "fake",
+            share_decoded=share_decoded,
+            clock=lambda: self.now,
+            checkpoints=checkpoints,
         )
-        self.scheduler = Scheduler(SchedulerConfig(max_rows=rows, max_queue=queue))
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_rows=rows, max_queue=queue, active_bytes=active, idle_bytes=memory)
+        )
+        self.scheduler.footprint = self.engine.footprint
         self.flushes = 0
-        self.loop = EngineLoop(lambda: (self.engine, self.cache), self.scheduler, self._flushed, lambda: self.now)
-        self.loop._engine, self.loop._cache = self.engine, self.cache
+        self.loop = EngineLoop(
+            lambda: (self.engine, self.cache),
+            self.scheduler,
+            self._flushed,
+            lambda: self.now,
+            snapshot_wait=snapshot_wait,
+        )
+        self.loop._take_over(self.engine, self.cache)
         self.heard: list[Heard] = []
+        if started:
+            self.store.start()
 
     def _flushed(self) -> None:
         self.flushes += 1
@@ -184,7 +214,9 @@ class LoopRig:
     def turn(self) -> bool:
         """One step; False if there is nothing to do."""
         loop = self.loop
-        if not loop._inbox and loop._scheduler.is_idle and not loop._to_close:
+        deadline = loop._parking.next_deadline()
+        due = deadline is not None and deadline <= self.now
+        if not loop._inbox and loop._scheduler.is_idle and not loop._to_close and not due:
             return False
         loop._drain()
         loop._tick()
@@ -197,6 +229,14 @@ class LoopRig:
                 return
             assert self.turn(), f"{heard.events} never reached {state}"
         raise AssertionError(state)
+
+    def run_beside_the_disk(self, seconds: float = 60.0) -> None:
+        """Turns until every work has ended, while the store's own thread reads and writes."""
+        patience = time.monotonic() + seconds
+        while any(heard.end is None for heard in self.heard):
+            if not self.turn():
+                assert time.monotonic() < patience, [heard.events for heard in self.heard if heard.end is None]
+                time.sleep(0.001)
 
     def run(self, *, steps: int = 100_000) -> None:
         """Turns, reading the disk as well, until nothing is left to do."""

@@ -14,8 +14,17 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from service.engine.fake import FakeEngine
-from service.errors import EngineDown, EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.errors import (
+    ActiveMemory,
+    DeadlineUnmet,
+    EngineDown,
+    EngineFailed,
+    QueueFull,
+    RecomputeLimit,
+    RowFailed,
+)
 from service.events import FinishReason
+from service.footprint import Footprint
 from service.loop import RESTORE_TRIES, EngineLoop
 from service.plan import Prefill, RowId, StepPlan, StepResult
 from service.request import Sampling
@@ -454,6 +463,121 @@ def test_more_recompute_than_allowed_is_refused_before_any_of_it(rig: LoopRig) -
     assert allowed.receipt == (512, 88, 1)
 
 
+# -- in time, and in memory
+
+
+class Paced(FakeEngine):
+    """Takes a hundredth of a second for each prompt token."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        result = super().step(plan)
+        result.prefill_seconds = 0.01 * result.prefill_tokens
+        return result
+
+
+def test_a_call_whose_deadline_passes_in_the_queue_computes_nothing() -> None:
+    rig = LoopRig(rows=1)
+    first = rig.submit(prompt_of(10), generate=20)
+    late = rig.submit(prompt_of(10, 2), generate=2, most_new_tokens=2, deadline=rig.now + 5.0)
+    rig.until(first, State.DECODE)
+    before = rig.loop.tokens_prefilled
+    rig.now += 5.0
+    rig.turn()
+    assert isinstance(late.error, DeadlineUnmet)
+    rig.run()
+    assert (len(late.events), rig.loop.tokens_prefilled) == (1, before)
+    rig.settle()
+
+
+def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun() -> None:
+    rig = LoopRig(engine=Paced())
+    prompt = prompt_of(600)
+    known = rig.submit(prompt, keep=[600])  # nothing is known of the pace yet
+    rig.run()
+    before = rig.loop.tokens_prefilled
+    late = rig.submit(prompt_of(600, 2), generate=2, deadline=rig.now + 5.9)
+    kept = rig.submit(prompt_of(600, 3), generate=2, deadline=rig.now + 5.9, save=True, save_on_cancel=True)
+    warm = rig.submit([*prompt, 7], base=known.nodes[600], generate=2, deadline=rig.now + 5.9)
+    ample = rig.submit(prompt_of(600, 4), generate=2, deadline=rig.now + 6.1)
+    rig.run()
+    assert isinstance(late.error, DeadlineUnmet)
+    assert late.error.metadata == {"neededSeconds": "6.000", "leftSeconds": "5.900"}
+    assert len(late.events) == 1
+    assert [len(heard.tokens) for heard in (kept, warm, ample)] == [2, 2, 2]
+    assert rig.loop.tokens_prefilled - before == 600 + 1 + 1 + 600  # one to save, one behind the snapshot
+    rig.settle()
+
+
+def sized() -> FakeEngine:
+    engine = FakeEngine(LAYOUT)
+    engine.footprint = Footprint(per_token=10, weights=10_000)
+    return engine
+
+
+def test_a_call_that_could_outgrow_all_memory_is_refused_and_others_wait_their_turn() -> None:
+    rig = LoopRig(engine=sized(), active=10 * 1024, memory=0)
+    huge = rig.submit(prompt_of(750), generate=19, most_new_tokens=19)
+    large = [rig.submit(prompt_of(250, n), generate=6, most_new_tokens=6) for n in range(4)]
+    rig.turn()
+    assert isinstance(huge.error, ActiveMemory)
+    assert huge.error.metadata == {"needBytes": "10250", "limitBytes": "10240"}
+    assert huge.error.retry_after is None  # waiting would not help
+    assert [rig.state(heard) for heard in large] == [State.PREFILL, State.PREFILL, State.QUEUED, State.QUEUED]
+    rig.run()
+    for n, heard in enumerate(large):
+        assert heard.tokens == rig.engine.continuation(prompt_of(250, n), 6)
+    rig.settle()
+
+
+def test_rows_take_memory_from_kept_state_which_moves_to_disk_and_comes_back() -> None:
+    rig = LoopRig(engine=sized(), active=10 * 1024, memory=10 * 512, rows=8)
+    kept = rig.submit(prompt_of(900), keep=[900])
+    rig.run()
+    rig.store.flush(0.0)
+    held = rig.store.stats().memory_bytes
+    assert 0 < held <= 10 * 512
+    rows = [rig.submit(prompt_of(250, n), generate=6, most_new_tokens=6) for n in range(7)]
+    rig.turn()
+    assert rig.scheduler.reserved_bytes == 3 * 10 * 512  # of three rows
+    assert rig.store.stats().memory_bytes == 0
+    rig.run()
+    again = rig.submit([*prompt_of(900), 1], base=kept.nodes[900], generate=2)
+    rig.run()
+    assert again.receipt == (900, 0, 1)  # nothing was lost
+    assert all(len(heard.tokens) == 6 for heard in rows)
+    assert rig.store.put(RecordId(bytes(32), RecordKind.FULL), bytes(3000), explicit=True)
+    assert rig.store.stats().memory_bytes >= 3000  # the budget is whole again
+    rig.store.delete([RecordId(bytes(32), RecordKind.FULL)])
+    rig.settle()
+
+
+def test_a_short_row_never_shares_a_call_with_a_neighbour_that_would_pad_it_dearly() -> None:
+    class Watched(FakeEngine):
+        calls: list[tuple[int, ...]] = []  # noqa: RUF012 - of one engine
+
+        def step(self, plan: StepPlan) -> StepResult:
+            if plan.decode is not None:
+                self.calls = [tuple(len(self._rows[row].tokens) for row in call) for call in plan.decode.shared]
+            return super().step(plan)
+
+    engine = Watched(LAYOUT)
+    engine.footprint = Footprint(per_token=10, weights=10_000)  # another call is worth 500 tokens of padding
+    rig = LoopRig(engine=engine, rows=3)
+    rows = [rig.submit(prompt_of(n, n), generate=30, most_new_tokens=30) for n in (10, 200, 5000)]
+    for heard in rows:
+        rig.until(heard, State.DECODE)
+    rig.turn()
+    assert [len(call) for call in engine.calls] == [2, 1]
+    assert min(engine.calls[1]) >= 5000
+    rig.run()
+    for n, heard in zip((10, 200, 5000), rows, strict=True):
+        assert heard.tokens == engine.continuation(prompt_of(n, n), 30)
+    rig.settle()
+
+
 # -- what goes wrong in the store
 
 
@@ -808,3 +932,31 @@ def test_a_work_that_cannot_begin_is_nobody_elses_end(rig: LoopRig) -> None:
     rig.run()
     assert isinstance(ill.error, RowFailed)
     assert well.tokens == rig.engine.continuation(prompt_of(20), 3)
+
+
+class Restful(FakeEngine):
+    """Counts how often it was told to give memory back."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT)
+        self.rests, self.rested = 0, threading.Event()
+
+    def relax(self) -> None:
+        self.rests += 1
+        self.rested.set()
+
+
+def test_memory_is_given_back_once_each_time_that_work_has_ceased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.loop.RELAX_AFTER", 0.01)
+    engine = Restful()
+    rig = LoopRig(engine=engine)
+    loop = threaded(lambda: (rig.engine, rig.cache))
+    loop.start()
+    for times in (1, 2, 3):
+        assert engine.rested.wait(60)
+        assert engine.rests == times  # and not once more while it goes on waiting
+        engine.rested.clear()
+        listener = Listener()
+        loop.submit(short_work(), listener)
+        assert isinstance(listener.end(), Ended)
+    loop.close()

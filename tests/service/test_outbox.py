@@ -37,14 +37,15 @@ async def taken(channel: Channel, count: int) -> list[WorkEvent]:
     return [await asyncio.wait_for(channel.get(), 30) for _ in range(count)]
 
 
-def test_events_come_in_order_and_waiting_text_is_merged() -> None:
+def test_events_come_in_order_and_what_waits_is_merged() -> None:
     async def play() -> None:
         channel = Freed().channel()
         for event in (Admitted(0.5), tokens(3, "ab"), tokens(5, "c"), at_node(), tokens(6, "d"), tokens(7, "e")):
             channel.put(event)
         assert await taken(channel, 4) == [Admitted(0.5), tokens(3, "abc"), at_node(), tokens(6, "de")]
-        channel.put(tokens(8, "f"))
-        assert await taken(channel, 1) == [tokens(8, "f")]
+        for event in (Prefilled(256), Prefilled(512), tokens(8, "f"), Prefilled(600)):
+            channel.put(event)
+        assert await taken(channel, 3) == [Prefilled(512), tokens(8, "f"), Prefilled(600)]
 
     asyncio.run(play())
 

@@ -41,8 +41,9 @@ class World:
                 if node is not None:
                     self.cache.let_go(node)
                 state = {kind: bytes([kind]) * 8 for kind in capture.kinds}
-                node, lost = recorder.commit(place, state, explicit=True)
-                assert lost == ""
+                commit = recorder.commit(place, state, explicit=True)
+                node = commit.node
+                assert commit.lost is None
         assert node is not None
         return node
 
@@ -108,7 +109,7 @@ def test_only_what_is_not_stored_is_captured(world: World) -> None:
     recorder.called(256)
     assert recorder.capture(256, logits=False) == Capture(start=0, end=256, kinds=())
     assert recorder.capture(256, logits=True).kinds == (RecordKind.LOGITS,)
-    node, _ = recorder.commit(256, {}, explicit=False)
+    node = recorder.commit(256, {}, explicit=False).node
     assert node is kept.parent
     assert recorder.last_block is node
     with pytest.raises(AssertionError):

@@ -90,6 +90,7 @@ def usage(message: types_pb.Usage) -> Usage:
         disk_bytes_read=message.disk_bytes_read,
         diverged_at=message.diverged_at if _set(message, "diverged_at") else None,
         miss_reason=MissReason(int(message.miss_reason)),
+        grid_tokens=message.grid_tokens,
     )
 
 
@@ -265,4 +266,12 @@ def cache_stats(message: server_pb.CacheStats) -> CacheStats:
         checkpoints_read=message.checkpoints_read,
         checkpoints_corrupt=message.checkpoints_corrupt,
         evictions=message.evictions,
+        checkpoint_policy=message.checkpoint_policy,
+        checkpoints_skipped=dict(message.checkpoints_skipped),
+        pending_bytes=message.pending_bytes,
+        written_today_bytes=message.written_today_bytes,
+        daily_write_limit_bytes=(message.daily_write_limit_bytes if _set(message, "daily_write_limit_bytes") else None),
+        write_errors=message.write_errors,
+        writes_paused=message.writes_paused,
+        last_write_error=message.last_write_error,
     )

@@ -9,8 +9,8 @@
     │                                SnapshotNotDurable
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
     │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
-    ├── ResourceExhausted            QueueFull, SnapshotQuota, PinQuota, StoreFull, ForkMemory, SlowReader,
-    │                                WatchOverflow
+    ├── ResourceExhausted            QueueFull, ActiveMemory, SnapshotQuota, PinQuota, StoreFull, ForkMemory,
+    │                                SlowReader, WatchOverflow
     ├── Unavailable                  ServerDraining, ModelLoading, EngineDown
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
@@ -18,7 +18,8 @@
     ├── PermissionDenied             AdminRequired
     ├── DataLoss                     CheckpointCorrupt
     ├── Internal                     .incident
-    └── Unauthenticated, Unimplemented, DeadlineExceeded, Cancelled, Unknown
+    ├── DeadlineExceeded             DeadlineUnmet
+    └── Unauthenticated, Unimplemented, Cancelled, Unknown
 
 The class is looked up by status code and reason; a reason this client does not know gets the class of its code.
 """
@@ -33,6 +34,7 @@ import grpc
 
 __all__ = [
     "Aborted",
+    "ActiveMemory",
     "AdminRequired",
     "AlreadyExists",
     "Cancelled",
@@ -41,6 +43,7 @@ __all__ = [
     "CutInsideImage",
     "DataLoss",
     "DeadlineExceeded",
+    "DeadlineUnmet",
     "EngineDown",
     "FailedPrecondition",
     "FieldViolation",
@@ -318,6 +321,13 @@ class QueueFull(ResourceExhausted):
     advice = "try again later"
 
 
+class ActiveMemory(ResourceExhausted):
+    """metadata: needBytes, limitBytes."""
+
+    REASON = "ACTIVE_MEMORY"
+    advice = "ask for fewer new tokens, or give the server more --active-bytes"
+
+
 class SnapshotQuota(ResourceExhausted):
     REASON = "SNAPSHOT_QUOTA"
     advice = "release snapshots that are no longer needed"
@@ -448,6 +458,13 @@ class Unimplemented(KVForkError):
 class DeadlineExceeded(KVForkError):
     CODE = grpc.StatusCode.DEADLINE_EXCEEDED
     advice = "allow more time; to end a generation cleanly use a time limit instead"
+
+
+class DeadlineUnmet(DeadlineExceeded):
+    """The server did not begin what it could not end in time. metadata: neededSeconds, leftSeconds."""
+
+    REASON = "DEADLINE_UNMET"
+    advice = "allow the call more time, or go on from a snapshot"
 
 
 class Cancelled(KVForkError):

@@ -54,6 +54,7 @@ class MissReason(WireEnum):
     CORRUPT = 4
     CHEAPER_TO_COMPUTE = 5
     PROVENANCE = 6
+    THINNED = 7
 
 
 class Channel(WireEnum):
@@ -121,6 +122,7 @@ class Usage:
     disk_bytes_read: int = 0
     diverged_at: int | None = None  # first position outside every stored chain; None: it never left them
     miss_reason: MissReason = MissReason.NONE
+    grid_tokens: int = 0  # of recomputed_tokens: past the last checkpoint's place, the others for lack of state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,3 +349,11 @@ class CacheStats:
     checkpoints_read: int = 0
     checkpoints_corrupt: int = 0
     evictions: int = 0
+    checkpoint_policy: str = ""  # through, marks or off
+    checkpoints_skipped: Mapping[str, int] = field(default_factory=dict)  # by reason
+    pending_bytes: int = 0  # accepted, on their way to disk
+    written_today_bytes: int = 0
+    daily_write_limit_bytes: int | None = None
+    write_errors: int = 0
+    writes_paused: bool = False
+    last_write_error: str = ""

@@ -128,7 +128,14 @@ class GetCacheStatsResponse(_message.Message):
     def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ...) -> None: ...
 
 class CacheStats(_message.Message):
-    __slots__ = ("checkpoint_interval", "active_sequences", "queued_calls", "memory_snapshots", "disk_snapshots", "token_snapshots", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "prompt_tokens", "cached_tokens", "recomputed_tokens", "checkpoints_written", "checkpoints_read", "checkpoints_corrupt", "evictions")
+    __slots__ = ("checkpoint_interval", "active_sequences", "queued_calls", "memory_snapshots", "disk_snapshots", "token_snapshots", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "prompt_tokens", "cached_tokens", "recomputed_tokens", "checkpoints_written", "checkpoints_read", "checkpoints_corrupt", "evictions", "checkpoint_policy", "checkpoints_skipped", "pending_bytes", "written_today_bytes", "daily_write_limit_bytes", "write_errors", "writes_paused", "last_write_error")
+    class CheckpointsSkippedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CHECKPOINT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +153,14 @@ class CacheStats(_message.Message):
     CHECKPOINTS_READ_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINTS_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_TODAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAILY_WRITE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    WRITES_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    LAST_WRITE_ERROR_FIELD_NUMBER: _ClassVar[int]
     checkpoint_interval: int
     active_sequences: int
     queued_calls: int
@@ -163,7 +178,15 @@ class CacheStats(_message.Message):
     checkpoints_read: int
     checkpoints_corrupt: int
     evictions: int
-    def __init__(self, checkpoint_interval: _Optional[int] = ..., active_sequences: _Optional[int] = ..., queued_calls: _Optional[int] = ..., memory_snapshots: _Optional[int] = ..., disk_snapshots: _Optional[int] = ..., token_snapshots: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_limit_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., checkpoints_written: _Optional[int] = ..., checkpoints_read: _Optional[int] = ..., checkpoints_corrupt: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    checkpoint_policy: str
+    checkpoints_skipped: _containers.ScalarMap[str, int]
+    pending_bytes: int
+    written_today_bytes: int
+    daily_write_limit_bytes: int
+    write_errors: int
+    writes_paused: bool
+    last_write_error: str
+    def __init__(self, checkpoint_interval: _Optional[int] = ..., active_sequences: _Optional[int] = ..., queued_calls: _Optional[int] = ..., memory_snapshots: _Optional[int] = ..., disk_snapshots: _Optional[int] = ..., token_snapshots: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_limit_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., checkpoints_written: _Optional[int] = ..., checkpoints_read: _Optional[int] = ..., checkpoints_corrupt: _Optional[int] = ..., evictions: _Optional[int] = ..., checkpoint_policy: _Optional[str] = ..., checkpoints_skipped: _Optional[_Mapping[str, int]] = ..., pending_bytes: _Optional[int] = ..., written_today_bytes: _Optional[int] = ..., daily_write_limit_bytes: _Optional[int] = ..., write_errors: _Optional[int] = ..., writes_paused: _Optional[bool] = ..., last_write_error: _Optional[str] = ...) -> None: ...
 
 class TrimCacheRequest(_message.Message):
     __slots__ = ("memory_bytes", "disk_bytes")

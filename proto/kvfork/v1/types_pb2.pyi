@@ -48,6 +48,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_CORRUPT: _ClassVar[MissReason]
     MISS_REASON_CHEAPER_TO_COMPUTE: _ClassVar[MissReason]
     MISS_REASON_PROVENANCE: _ClassVar[MissReason]
+    MISS_REASON_THINNED: _ClassVar[MissReason]
 ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_USER: Role
@@ -71,6 +72,7 @@ MISS_REASON_NOT_WRITTEN: MissReason
 MISS_REASON_CORRUPT: MissReason
 MISS_REASON_CHEAPER_TO_COMPUTE: MissReason
 MISS_REASON_PROVENANCE: MissReason
+MISS_REASON_THINNED: MissReason
 
 class Input(_message.Message):
     __slots__ = ("raw", "chat")
@@ -270,7 +272,7 @@ class Mark(_message.Message):
     def __init__(self, token_count: _Optional[int] = ..., message_count: _Optional[int] = ..., landmark: _Optional[_Union[Landmark, str]] = ..., options: _Optional[_Union[SnapshotOptions, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "new_tokens", "image_tokens", "completion_tokens", "memory_tokens", "disk_tokens", "disk_bytes_read", "diverged_at", "miss_reason")
+    __slots__ = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "new_tokens", "image_tokens", "completion_tokens", "memory_tokens", "disk_tokens", "disk_bytes_read", "diverged_at", "miss_reason", "grid_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +284,7 @@ class Usage(_message.Message):
     DISK_BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     DIVERGED_AT_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    GRID_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     recomputed_tokens: int
@@ -293,4 +296,5 @@ class Usage(_message.Message):
     disk_bytes_read: int
     diverged_at: int
     miss_reason: MissReason
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., disk_bytes_read: _Optional[int] = ..., diverged_at: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ...) -> None: ...
+    grid_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., disk_bytes_read: _Optional[int] = ..., diverged_at: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., grid_tokens: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,89 @@
+"""State that the store has not taken yet, because too much waits for the disk. Owns the waiting and its bound.
+
+Engine thread only, and nothing here blocks: a place that somebody asked for is parked with its payloads and offered
+again when the writer has got on, until its time is over. A row whose place is parked is not prefilled further, so a row
+parks little; the others go on. The places of one row are settled in the order in which they were passed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvcache.cache import PrefixCache
+from kvcache.records import PutResult, RecordKind
+from kvcache.tree import Node
+from service.plan import Payloads, RowId
+
+PARKED_PER_ROW = 4
+"""Decoding goes on while a boundary is parked: a row may come to the next one. More than this is lost at once, but for
+the row's end, which is always its last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One commit that waits, or waits behind one; the hold on `node` goes with it."""
+
+    node: Node
+    end: int
+    final: bool
+    payloads: Payloads
+    passing: tuple[RecordKind, ...]
+    until: float  # give up then, in the loop's seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A parked place that waits no longer. `lost`: why the store did not take it."""
+
+    row: RowId
+    place: Place
+    lost: PutResult | None
+
+
+class Parking:
+    """Parked places of all rows."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._rows: dict[RowId, deque[Place]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def holds(self, row: RowId) -> bool:
+        return row in self._rows
+
+    def park(self, row: RowId, place: Place) -> bool:
+        """False if the row has too much parked already; then nothing has changed."""
+        places = self._rows.setdefault(row, deque())
+        if len(places) >= PARKED_PER_ROW and not place.final:
+            return False
+        places.append(place)
+        return True
+
+    def next_deadline(self) -> float | None:
+        """When the first place in line gives up."""
+        return min((places[0].until for places in self._rows.values()), default=None)
+
+    def settle(self, now: float) -> list[Settled]:
+        """Offers every row's first places again; what is taken, or out of time, is returned and parked no more."""
+        settled: list[Settled] = []
+        for row, places in list(self._rows.items()):
+            while places:
+                place = places[0]
+                lost = self._offer(place, last=now >= place.until)
+                if lost is not None and lost.may_pass and now < place.until:
+                    break
+                settled.append(Settled(row, places.popleft(), lost))
+            if not places:
+                del self._rows[row]
+        return settled
+
+    def drop(self, row: RowId) -> None:
+        """The row ends: nobody waits for its places any more."""
+        for place in self._rows.pop(row, ()):
+            self._cache.let_go(place.node)
+
+    def _offer(self, place: Place, *, last: bool) -> PutResult | None:
+        return self._cache.put(place.node, place.payloads, explicit=True, passing=place.passing, patient=not last)
