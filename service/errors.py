@@ -4,7 +4,7 @@
     ├── InvalidField          one or more fields are wrong            (also IMAGE_UNSUPPORTED, CONTEXT_OVERFLOW …)
     ├── Unsupported           part of the contract that comes later
     ├── ModelNotFound / ModelLoading / ModelMismatch / ModelChanged
-    ├── EngineDown / Draining / QueueFull / ActiveMemory / DeadlineUnmet
+    ├── EngineDown (EngineFailed) / Draining / QueueFull / ActiveMemory / DeadlineUnmet
     ├── SnapshotNotFound      unknown, foreign, or gone (with the tombstone's reason)
     ├── SnapshotIdTaken / SnapshotInUse / SnapshotQuota / StoreFull
     ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
@@ -98,8 +98,11 @@ class EngineDown(CallError):
     reason = "ENGINE_DOWN"
 
 
-class EngineFailed(CallError):
-    """The model thread died under a running call: INTERNAL."""
+class EngineFailed(EngineDown):
+    """The model thread died or hung under a running call: UNAVAILABLE too, but not to be repeated blindly.
+
+    The call itself may be what the thread died of, and a client that repeats it would bring the next one down.
+    """
 
     reason = "ENGINE_DOWN"
 

@@ -51,7 +51,10 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRow:
-    """A new row, empty or restored. `context` is its prompt, for penalties."""
+    """A new row, empty or restored. `context` is its prompt, for penalties.
+
+    For a row whose state was lost: the state alone is new; it goes on with the token it picked and its draws so far.
+    """
 
     row: RowId
     restored: Restored | None
@@ -115,11 +118,16 @@ class Picked:
 
 @dataclass(slots=True, kw_only=True)
 class StepResult:
-    """What came of a plan. A row in `failed` has no other entry and is closed."""
+    """What came of a plan. A row in `failed` has no other entry and is closed.
+
+    A row in `lost` has no other entry either, but stays open: a decode call that it was part of failed and took its
+    state along. It has picked nothing, and must be opened anew, up to the token it picked last, before it goes on.
+    """
 
     picked: dict[RowId, Picked] = field(default_factory=dict)
     captured: dict[RowId, Payloads] = field(default_factory=dict)
     failed: dict[RowId, Exception] = field(default_factory=dict)
+    lost: dict[RowId, Exception] = field(default_factory=dict)
     prefill_tokens: int = 0  # counted at the model call
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -41,8 +41,6 @@ from service.text.formats import Format
 from service.text.tokens import TextCodec
 from service.work import Ended, Failed, NodeAt, Work
 
-STUCK_AFTER = 60.0  # seconds in one step before health gives the engine up; a 256-token call is far below
-
 CANCEL_SECONDS = 0.25  # how late a cancel may reach the server after a look that followed it
 SAVING_SECONDS = 10.0  # one step and one fsync are far below
 TEXT_THREADS = 4  # the tokenizer lets go of the GIL; one caller's megabytes must not hold up the others' words
@@ -54,12 +52,13 @@ T = TypeVar("T")
 class Loaded:
     """A model that is ready."""
 
-    engine: Engine
+    engine: Engine | None  # the engine thread's alone once it has it: with the thread its memory must go
     cache: PrefixCache
     codec: TextCodec
     view: ModelView
     channels: Format
     grammars: Grammars
+    again: Callable[[], Engine]  # loads the same model once more, on a new engine thread
 
 
 @dataclass(slots=True, eq=False)
@@ -146,12 +145,12 @@ class Runtime:
             raise EngineDown(
                 f"{self.model_view.name} could not be loaded", hint="see the server's log", retry_after=5.0
             )
-        if self.loaded is None or self.handles is None:
+        if self.loaded is None or self.handles is None or self.model_view.state is ModelState.LOADING:
             raise ModelLoading(
                 f"{self.model_view.name} is being loaded", metadata={"model": self.model_view.name}, retry_after=1.0
             )
-        if not self.loop.is_alive(STUCK_AFTER):
-            raise EngineDown("the model thread is down", hint="the server must be restarted", retry_after=5.0)
+        if not self.loop.is_alive(self.config.watchdog_seconds):
+            raise EngineDown("the model does not answer", hint="the server's log says why", retry_after=5.0)
         return self.loaded, self.handles
 
     def _end_of_snapshots(self) -> str:

@@ -50,6 +50,7 @@ class Sequence:
         self.prefill_seconds = 0.0
         self.announced = False
         self.restore_tries = 0
+        self.rebuilding = False  # its state was lost in decode, and is computed again
         self.finish_reason: FinishReason | None = None
         self.mark_at: int | None = None  # the reasoning's end, once it is known and asked for
         self.stop: str | None = None
@@ -63,6 +64,11 @@ class Sequence:
         """Whether state past the prompt may be asked for again."""
         generation = self.work.generation
         return generation is not None and (generation.save or generation.save_on_cancel)
+
+    @property
+    def samples_next(self) -> bool:
+        """Whether the end of the prefill calls is where the next token is picked."""
+        return self.work.generation is not None and not self.rebuilding
 
     @property
     def explicit(self) -> bool:
@@ -105,12 +111,7 @@ class Sequence:
             # The payloads go on to the engine; only what the receipt needs stays here.
             self._disk_tokens = disk_tokens(lookup.plan, read.tiers)
             self._disk_bytes = read.bytes_from(Tier.DISK)
-            self.restored = Restored(
-                position=lookup.position,
-                kinds=tuple(record.kind for record in lookup.plan.records),
-                starts=lookup.plan.starts,
-                payloads=tuple(read.payloads),
-            )
+        self._take_over(lookup, read)
         if self.position == self.prompt_tokens:
             return []
         stops = set(self.work.keep)
@@ -118,6 +119,23 @@ class Sequence:
             assert self.work.base is not None
             stops.add(self.work.base.end)
         return plan_calls(self.position, self.prompt_tokens, stops, lookup.replay)
+
+    def rebuilt_from(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
+        """The calls that lead back to where the lost state stood; the receipt and the tree know nothing of them."""
+        self._take_over(lookup, read)
+        # The prompt is cut where it was cut before; for what was generated any cut is as good as another.
+        cuts = {*self.work.keep, self.prompt_tokens, *lookup.replay}
+        return plan_calls(lookup.position, self.position, (), cuts) if lookup.position < self.position else []
+
+    def _take_over(self, lookup: Lookup, read: FetchResult | None) -> None:
+        """What was read goes to the engine with the row's next order."""
+        if lookup.plan is not None and read is not None:
+            self.restored = Restored(
+                position=lookup.position,
+                kinds=tuple(record.kind for record in lookup.plan.records),
+                starts=lookup.plan.starts,
+                payloads=tuple(read.payloads),
+            )
 
     @property
     def rehomes(self) -> bool:

@@ -37,6 +37,7 @@ class _Row:
     logits: bytes | None = None
     token: int | None = None  # picked, not yet fed
     drawn: int = 0
+    lost: bool = False  # its state went with a call that failed
 
 
 class FakeEngine:
@@ -59,7 +60,8 @@ class FakeEngine:
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         for order in plan.open:
-            assert order.row not in self._rows, f"row {order.row} was opened twice"
+            known = self._rows.get(order.row)
+            assert known is None or known.lost, f"row {order.row} was opened twice"
             self._guard(order.row, result, lambda order=order: self._open(order))
         for call in plan.prefill:
             assert call.row in self._rows or call.row in result.failed, f"row {call.row} is not open"
@@ -101,8 +103,8 @@ class FakeEngine:
             result.failed[row] = error
 
     def _open(self, order: OpenRow) -> None:
-        row = _Row(order, [])
-        self._rows[order.row] = row
+        row = self._rows.setdefault(order.row, _Row(order, []))
+        row.tokens, row.state, row.lost = [], START, False
         if order.restored is not None:
             self._restore(row, order.restored)
 
@@ -116,6 +118,7 @@ class FakeEngine:
 
     def _decode(self, name: RowId, capture: Capture | None, result: StepResult) -> None:
         row = self._rows[name]
+        assert not row.lost, f"row {name} has no state"
         assert row.token is not None, f"row {name} has picked nothing to feed"
         self._feed(row, [row.token])
         row.logits = row.state

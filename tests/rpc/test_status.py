@@ -83,7 +83,7 @@ TABLE: list[tuple[CallError, grpc.StatusCode, set[str]]] = [
     (errors.ModelMismatch("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.ModelChanged("no"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
     (errors.EngineDown("dead"), grpc.StatusCode.UNAVAILABLE, set()),
-    (errors.EngineFailed("dead"), grpc.StatusCode.INTERNAL, set()),
+    (errors.EngineFailed("dead"), grpc.StatusCode.UNAVAILABLE, set()),
     (errors.Draining("bye"), grpc.StatusCode.UNAVAILABLE, set()),  # the request names a snapshot: see below
     (errors.QueueFull("full"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure", "RetryInfo"}),
     (errors.ActiveMemory("big"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
