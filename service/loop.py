@@ -648,7 +648,8 @@ class EngineLoop:
         rehome = seq.rehomes and seq.work.base is not None and end == seq.work.base.end
         if seq.lost and not lost and not self._cache.stands(node):
             lost = seq.lost  # something before this place is missing
-        if end == seq.mark_at:
+        if end == seq.mark_at and not seq.mark_told:
+            seq.mark_told = True
             seq.emit(NodeAt(self._cache.hold(node), lost, final=False, reasoning_end=True))
         if not (final and seq.keeps_state) and end not in seq.work.keep and not rehome:
             self._cache.let_go(node)

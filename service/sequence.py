@@ -53,6 +53,7 @@ class Sequence:
         self.rebuilding = False  # its state was lost in decode, and is computed again
         self.finish_reason: FinishReason | None = None
         self.mark_at: int | None = None  # the reasoning's end, once it is known and asked for
+        self.mark_told = False
         self.stop: str | None = None
         self.stop_token_id: int | None = None
         self.lost = ""  # why state of a boundary that a handle needs is not stored
@@ -84,8 +85,7 @@ class Sequence:
     def _marks_reasoning(self) -> bool:
         """Whether the reasoning's end is asked for, and still ahead."""
         generation = self.work.generation
-        asked = generation is not None and generation.mark_reasoning
-        return asked and (self.mark_at is None or self.position <= self.mark_at)
+        return generation is not None and generation.mark_reasoning and not self.mark_told
 
     def take_at(self, end: int) -> Take:
         """What to keep at the boundary or place `end`: all of a place that was asked for, else as the policy says."""
@@ -100,7 +100,8 @@ class Sequence:
     def keeps(self, end: int) -> bool:
         """Whether the state at exactly `end` is wanted, with its logits."""
         base = self.work.base
-        return end == self.mark_at or end in self.work.keep or (self.rehomes and base is not None and end == base.end)
+        marked = end == self.mark_at and not self.mark_told
+        return marked or end in self.work.keep or (self.rehomes and base is not None and end == base.end)
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""

@@ -7,6 +7,7 @@ window. The culprit is a row that can pick nothing but the poison.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -14,7 +15,7 @@ import pytest
 
 from service.errors import RowFailed
 from service.models import resolve
-from service.request import Sampling
+from service.request import Constraint, Form, Sampling
 from tests.engine.poisoned import POISON, load_poisoned
 from tests.engine.rig import GREEDY, Outcome, Rig, prompt_of
 
@@ -82,6 +83,29 @@ def run_with_culprit(rig: Rig, expected: list[Outcome]) -> Exception | None:
     if ill.outcome.error is None:
         assert ill.outcome.tokens == [POISON] * TOKENS
     return ill.outcome.error
+
+
+FORMS = (
+    Constraint(form=Form.REGEX, text="([a-z]{4} )*"),
+    Constraint(form=Form.JSON_SCHEMA, text='{"type": "array", "items": {"type": "integer"}, "minItems": 30}'),
+)
+
+
+@pytest.mark.parametrize("how", ["build", "compute"])
+def test_a_form_is_followed_through_calls_that_are_made_again(solo, poisoned: Opened, how: str) -> None:
+    rig = poisoned(how, 7)
+    asked = [
+        (prompt_of(rig, 40 + 30 * number, 20 + number), form, sampling)
+        for number, (form, sampling) in enumerate([(FORMS[0], GREEDY), (FORMS[1], SEEDED), (FORMS[0], SEEDED)])
+    ]
+    alone = [rig.run(tokens, generate=TOKENS, form=form, sampling=sampling) for tokens, form, sampling in asked]
+    tickets = [rig.submit(tokens, generate=TOKENS, form=form, sampling=sampling) for tokens, form, sampling in asked]
+    ill = rig.submit(prompt_of(rig, 70, 9), generate=TOKENS, sampling=CULPRIT)
+    assert [ticket.wait().tokens for ticket in tickets] == [outcome.tokens for outcome in alone]
+    assert re.fullmatch("([a-z]{4} )*[a-z ]{0,4}", tickets[0].outcome.text)
+    assert ill.ended.wait(240)
+    assert rig.model.failures >= 1
+    is_as_before(rig)
 
 
 def is_as_before(rig: Rig) -> None:
