@@ -228,7 +228,7 @@ PLANNED: dict[str, frozenset[str]] = {
     "fork": frozenset({"finished"}),
     "rollback": frozenset({"finished"}),
     "cancel": frozenset({"CANCELLED"}),
-    "deadline": frozenset({"DEADLINE_EXCEEDED"}),
+    "deadline": frozenset({"DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED DEADLINE_UNMET"}),
     "stop": frozenset({"FINISH_REASON_STOPPED"}),
     "time_limit": frozenset({"FINISH_REASON_TIME_LIMIT"}),
     "save_on_cancel": frozenset({"finished", "recomputed"}),
