@@ -19,9 +19,10 @@ be stored, it is paused: it makes no prefill call.
 from __future__ import annotations
 
 import enum
+import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcache.blocks import BLOCK_TOKENS
@@ -286,17 +287,25 @@ class Scheduler:
         # Rows that decode, and those that are about to; the others have a block and more to compute before that.
         near = sum(e.is_short or e.state in (State.DECODE, State.SAVING) for e in under_way)
         chosen: list[RowId] = []
-        for entry in _by_group(self._queue):
-            if (near if entry.is_short else rows) >= self._config.max_rows or rows >= 2 * self._config.max_rows:
-                continue
-            if free is not None and entry.bytes > free:
-                if self._now - entry.arrived > PATIENCE:
-                    break  # what comes free is this one's
-                continue
-            chosen.append(entry.row)
-            rows += 1
-            near += entry.is_short
-            free = free - entry.bytes if free is not None else None
+        groups = _groups(self._queue)
+        taken: set[RowId] = set()
+        for first in self._queue:
+            # Members of a group come right behind one that is chosen now, and at their own rank else: behind one that
+            # waits, whoever joins its group later would pass all others.
+            for entry in itertools.chain((first,), groups.get(first.demand.group, ())):
+                if entry.row not in taken:
+                    full = (near if entry.is_short else rows) >= self._config.max_rows
+                    if not full and rows < 2 * self._config.max_rows:
+                        if free is None or entry.bytes <= free:
+                            taken.add(entry.row)
+                            chosen.append(entry.row)
+                            rows += 1
+                            near += entry.is_short
+                            free = free - entry.bytes if free is not None else None
+                        elif entry is first and self._now - entry.arrived > PATIENCE:
+                            return tuple(chosen)  # what comes free is this one's
+                if first.row not in taken:
+                    break
         return tuple(chosen)
 
     def _prefill(self, *, decoding: int, saving: int) -> tuple[list[tuple[RowId, Call]], list[Entry]]:
@@ -367,9 +376,10 @@ class Scheduler:
             del self._entries[row]
 
 
-def _by_group(queue: Sequence[Entry]) -> Iterable[Entry]:
-    """The queue in order, but members of a group right behind their first."""
-    groups: dict[object, list[Entry]] = {}
+def _groups(queue: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Who waits in each group, by rank."""
+    groups: dict[str, list[Entry]] = {}
     for entry in queue:
-        groups.setdefault(entry.demand.group or entry.row, []).append(entry)
-    return (entry for group in groups.values() for entry in group)
+        if entry.demand.group:
+            groups.setdefault(entry.demand.group, []).append(entry)
+    return groups

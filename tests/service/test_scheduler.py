@@ -214,6 +214,22 @@ def test_members_of_a_group_are_admitted_together() -> None:
     assert scheduler.plan(0.0).admit == (0, 1, 4, 5)
 
 
+def test_members_of_a_group_pass_nobody_behind_one_that_has_to_wait_itself() -> None:
+    """A fork's first call has a long prompt and waits for a row; short calls of its group come without an end."""
+    config = SchedulerConfig(max_rows=1)
+    scheduler = filled(config, Demand(prompt_tokens=3000), Demand(prompt_tokens=3000, group="fork"), Demand())
+    scheduler.submit(row(3), Demand(group="fork"), 1.0)
+    assert scheduler.plan(1.0).admit == (0, 2)
+    scheduler.submit(row(4), Demand(), 2.0)
+    for number in range(5, 50):
+        scheduler.submit(row(number), Demand(group="fork"), float(number))
+    order = [3]
+    scheduler.drop(row(2))
+    assert list(scheduler.plan(50.0).admit) == order
+    scheduler.drop(row(3))
+    assert scheduler.plan(51.0).admit == (4,)
+
+
 def test_long_prompts_in_every_row_leave_room_for_short_ones() -> None:
     config = SchedulerConfig(max_rows=2)
     scheduler = filled(config, *[Demand(prompt_tokens=3000)] * 3, *[Demand(prompt_tokens=20)] * 3)
