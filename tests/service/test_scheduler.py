@@ -283,6 +283,26 @@ def test_kept_state_gives_up_memory_before_calls_have_to_wait() -> None:
     assert scheduler.plan(0.0) == Tick(admit=(row(2),), borrowed=0)
 
 
+def test_a_call_for_which_nothing_is_lent_waits_and_is_ended_once_it_would_wait_for_nobody() -> None:
+    size = FOOTPRINT.row_bytes(256)
+    demands = [Demand(prompt_tokens=256), Demand(prompt_tokens=512)]
+    scheduler = filled(SchedulerConfig(active_bytes=size, idle_bytes=2 * size), *demands)
+    asked: list[int] = []
+
+    def refuse(wanted: int) -> int:
+        asked.append(wanted)
+        return 1
+
+    assert scheduler.plan(0.0, refuse).admit == (0,)
+    assert asked == [FOOTPRINT.row_bytes(512)]
+    assert (scheduler.waits_for_loan, scheduler.is_idle) == (True, True)
+    assert scheduler.plan(PATIENCE + 1, refuse).unlent == ()
+    scheduler.drop(row(0))
+    assert scheduler.plan(PATIENCE + 2, refuse).unlent == (1,)
+    assert scheduler.rows() == ()
+    assert not scheduler.waits_for_loan
+
+
 def test_a_call_that_could_never_fit_is_refused_at_once() -> None:
     limit = FOOTPRINT.row_bytes(512)
     config = SchedulerConfig(active_bytes=limit - 100, idle_bytes=100)
