@@ -7,7 +7,8 @@ used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follo
 Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
 belong to the I/O thread alone; other threads leave freed extents in the index for it.
 
-Process memory held: `memory_bytes`, at most twice `queue_bytes` of pending payloads, and one sealed record.
+Process memory held: `memory_bytes` less what is lent, at most twice `queue_bytes` of pending payloads, and one sealed
+record. What loans put into the queue beyond that counts as `memory_bytes`.
 """
 
 from __future__ import annotations
@@ -319,6 +320,11 @@ class TieredStore:
         with self._lock:
             return list(self._index)
 
+    @property
+    def queue_bytes(self) -> int:
+        """Bound on pending payloads that somebody asked for."""
+        return self._queue_limit(explicit=True)
+
     # Maintenance
 
     def trim(self, *, memory_bytes: int | None = None, disk_bytes: int | None = None) -> None:
@@ -333,11 +339,20 @@ class TieredStore:
         if disk_bytes is not None:
             self._io.call(partial(self._disk.trim, disk_bytes))
 
-    def lend(self, size: int) -> None:
-        """Do without `size` bytes of the memory budget from now on, until told otherwise. Spills or evicts for it."""
+    def lend(self, size: int) -> int:
+        """Do without `size` bytes of the memory budget from now on, until told otherwise; how many are still missing.
+
+        Spills for it past the queue's limit, as the buffers are in memory already; what waits beyond that limit is
+        missing until it is written. Evicts only what may not be written. Pinned bytes are missing, and where they are
+        the cause nothing is touched. While bytes are missing, nobody may use the loan.
+        """
         with self._lock:
+            pinned = self._index.pinned_bytes_in_memory() if size > self._lent else 0
             self._lent = size
-            self._shrink_memory(self._memory_bytes)
+            room = max(0, self._config.memory_bytes - size)
+            if pinned <= room:
+                self._shrink_memory(room, loan=True)
+            return max(0, self._index.bytes_in(Tier.MEMORY) + self._overdue_bytes + size - self._config.memory_bytes)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is PENDING; False if that takes longer than `timeout` seconds."""
@@ -430,7 +445,12 @@ class TieredStore:
 
     @property
     def _memory_bytes(self) -> int:
-        return max(0, self._config.memory_bytes - self._lent)
+        return max(0, self._config.memory_bytes - self._lent - self._overdue_bytes)
+
+    @property
+    def _overdue_bytes(self) -> int:
+        """What loans have put into the queue beyond its limit: still in memory, and counted there."""
+        return max(0, self._index.bytes_in(Tier.PENDING) - self._queue_limit(explicit=True))
 
     def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int) -> PutResult:
         if self._ledger.closed:
@@ -447,8 +467,8 @@ class TieredStore:
             and size <= self._queue_limit(explicit=explicit)
             and self._may_write(explicit=explicit)
         )
-        if (record.kind in RESIDENT or not fits_disk) and size <= self._memory_bytes:
-            if self._shrink_memory(self._memory_bytes - size):
+        if (record.kind in RESIDENT or not fits_disk) and size <= self._config.memory_bytes:
+            if size <= self._memory_bytes and self._shrink_memory(self._memory_bytes - size):
                 self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED
             if not fits_disk:
@@ -465,13 +485,16 @@ class TieredStore:
         self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit, key_id=key_id))
         return PutResult.STORED
 
-    def _shrink_memory(self, limit: int) -> bool:
-        """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it."""
+    def _shrink_memory(self, limit: int, *, loan: bool = False) -> bool:
+        """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it.
+
+        `loan`: the queue's limit does not count.
+        """
         while self._index.bytes_in(Tier.MEMORY) > limit:
             oldest = self._index.pop_oldest_resident()
             if oldest is None:
                 return False
-            if self._spills(oldest):
+            if self._spills(oldest, loan=loan):
                 self._index.move(oldest, Tier.PENDING)
                 self._enqueue(oldest)
                 continue
@@ -489,14 +512,14 @@ class TieredStore:
             self._index.move(entry, Tier.PENDING)
             self._enqueue(entry)
 
-    def _spills(self, entry: Entry) -> bool:
+    def _spills(self, entry: Entry, *, loan: bool = False) -> bool:
         """Whether a record in memory may go to disk now."""
         if entry.size > self._segments.max_payload_bytes or not self._may_write(explicit=entry.explicit):
             return False
         if not self._affords(entry.size, explicit=entry.explicit):
             self._ledger.tally.skipped[PutResult.SKIPPED_WRITE_BUDGET] += 1
             return False
-        return self._queue_takes(entry.size, explicit=entry.explicit)
+        return loan or self._queue_takes(entry.size, explicit=entry.explicit)
 
     def _may_write(self, *, explicit: bool) -> bool:
         policy = self._config.policy

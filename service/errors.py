@@ -116,7 +116,10 @@ class QueueFull(CallError):
 
 
 class ActiveMemory(CallError):
-    """The call alone may grow beyond the memory that all rows share: waiting does not help."""
+    """The call alone may grow beyond the memory that all rows share, or that kept state in use leaves of it.
+
+    Waiting helps in the second case alone, which has a time to retry.
+    """
 
     reason = "ACTIVE_MEMORY"
 

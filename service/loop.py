@@ -51,6 +51,8 @@ log = logging.getLogger("kvfork.loop")
 RELAX_AFTER = 5.0  # seconds without work after which working memory goes back to the system
 SNAPSHOT_WAIT = 10.0  # seconds
 TEARDOWN_SECONDS = 2.0  # milliseconds are usual
+PARKED_QUEUES = 4  # times what the store's queue takes may wait for it in all
+LOAN_RETRY = 0.02  # seconds after which the store is asked again for memory that it could not lend
 RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
 
 
@@ -242,6 +244,7 @@ class EngineLoop:
         for row in list(self._sequences):
             self._end(row, Failed(self._told(row, error)))
         self._engine = None
+        self._lend(0)
         with self._wake:
             left, self._inbox = list(self._inbox), deque()
             self._end_error = not_begun(error)  # from here on nobody reads the mailbox
@@ -271,7 +274,7 @@ class EngineLoop:
 
     def _take_over(self, engine: Engine, cache: PrefixCache) -> None:
         self._engine = engine
-        self._cache, self._parking = cache, Parking(cache)
+        self._cache, self._parking = cache, Parking(cache, PARKED_QUEUES * cache.store.queue_bytes)
         self._scheduler.footprint = engine.footprint
 
     def _told(self, row: RowId, error: CallError) -> CallError:
@@ -307,6 +310,8 @@ class EngineLoop:
             if deadline is not None:
                 left = max(0.0, deadline - self._clock())
                 seconds = left if seconds is None else min(seconds, left)
+            if self._scheduler.waits_for_loan:
+                seconds = LOAN_RETRY if seconds is None else min(seconds, LOAN_RETRY)
             return self._wake.wait_for(
                 lambda: bool(self._inbox or self._to_close) or not self._scheduler.is_idle, seconds
             )
@@ -438,12 +443,14 @@ class EngineLoop:
 
     def _tick(self) -> None:
         self._settle_parked()
-        tick = self._scheduler.plan(self._clock())
+        tick = self._scheduler.plan(self._clock(), self._borrow)
         for row in tick.expired:
             self._end(row, Failed(DeadlineUnmet("the deadline passed before the call's turn came")))
-        if tick.borrowed != self._borrowed:
-            self._borrowed = tick.borrowed
-            self._cache.store.lend(tick.borrowed)
+        for row in tick.unlent:
+            message = "kept state that is in use leaves no memory for the call"
+            hint = "try again later, delete snapshots, or give the server more --active-bytes"
+            self._end(row, Failed(ActiveMemory(message, hint=hint, retry_after=1.0)))
+        self._lend(tick.borrowed)
         for row in tick.admit:
             self._guard(row, self._begin_restore, self._sequences[row])
         self._restores.start()
@@ -783,7 +790,24 @@ class EngineLoop:
         seq.recorder.close()
         if not closed and not seq.ending:
             self._to_close.append(row)
+        if closed and not self._scheduler.rows():
+            self._lend(0)  # there may be no further plan
         seq.emit(event)
+
+    def _borrow(self, size: int) -> int:
+        """Borrows so much of the store in all, at least; how much is missing."""
+        return 0 if size <= self._borrowed else self._lend(size)
+
+    def _lend(self, size: int) -> int:
+        """Sets the loan; how much is missing, and then it is what it was."""
+        if size == self._borrowed:
+            return 0
+        missing = self._cache.store.lend(size)
+        if missing and size > self._borrowed:
+            self._cache.store.lend(self._borrowed)
+            return missing
+        self._borrowed = size
+        return 0
 
 
 def _wait_for_teardown(thread: threading.Thread) -> None:

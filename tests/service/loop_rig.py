@@ -247,7 +247,10 @@ class LoopRig:
         for _ in range(steps):
             if not self.turn():
                 self.store.run_pending()
-                if not self.loop._inbox:
+                if self.scheduler.waits_for_loan:
+                    self.now += 0.1
+                    self.loop._tick()
+                elif not self.loop._inbox:
                     return
 
     def settle(self) -> None:

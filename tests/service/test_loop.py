@@ -1025,3 +1025,15 @@ def test_memory_is_given_back_once_each_time_that_work_has_ceased(monkeypatch: p
         loop.submit(short_work(), listener)
         assert isinstance(listener.end(), Ended)
     loop.close()
+
+
+def test_a_row_that_fails_last_leaves_no_loan_behind() -> None:
+    rig = LoopRig(active=1)
+    rig.engine.footprint = rig.scheduler.footprint = Footprint(per_token=10, fixed=500, weights=1000)
+    heard = rig.submit([1, 2, 3], generate=50)
+    rig.until(heard, State.DECODE)
+    rig.turn()
+    assert rig.store._lent > 0
+    rig.loop._fail(heard.row, ValueError("the model refused it"), closed=True)
+    assert rig.scheduler.rows() == ()
+    assert rig.store._lent == 0

@@ -224,3 +224,16 @@ def test_what_could_not_be_kept_is_told_with_its_cause_and_a_time_to_retry() -> 
     assert "did not get on in time" in error.text
     told = store_full("no room for 5 bytes")  # a text of the store's
     assert told.metadata == {} and told.text.endswith("no room for 5 bytes")
+
+
+def test_on_a_stalled_disk_all_rows_together_park_a_bounded_number_of_bytes() -> None:
+    """Rows that wait for their end to be stored leave their slots, so no count of rows bounds what they hold."""
+    rig = slow_rig(rows=4, queue=60)
+    calls = [rig.submit(prompt_of(30, i), generate=3, save=True) for i in range(60)]
+    turn_all(rig)
+    parked = [place for places in rig.loop._parking._rows.values() for place in places]
+    assert 0 < sum(place.bytes for place in parked) == rig.loop._parking._bytes <= 4 * 2 * QUEUE
+    refused = [heard for heard in calls if heard.end is not None and "SKIPPED_QUEUE_FULL" in lost(heard).values()]
+    assert len(refused) > 20
+    rig.settle()
+    assert rig.loop._parking._bytes == 0
