@@ -151,18 +151,25 @@ class TieredStore:
     # Records
 
     def put(
-        self, record: RecordId, payload: Buffer, *, explicit: bool, key_id: int = 0, patient: bool = False
+        self,
+        record: RecordId,
+        payload: Buffer,
+        *,
+        explicit: bool,
+        key_id: int = 0,
+        patient: bool = False,
+        in_memory: bool = False,
     ) -> PutResult:
         """Accept or skip a record.
 
         The buffer is kept, not copied: it must own exactly these bytes and never change again.
         `explicit`: a client asked for it by name, so it may use the queue's second half and is written whatever the
         day's budget. `key_id`: whose sealing key. `patient`: the caller tries again if that may help, so that is not
-        counted as skipped.
+        counted as skipped. `in_memory`: spilled when room is needed, whatever its kind, and not written before.
         """
         data = _as_bytes(payload)
         with self._lock:
-            result = self._admit(record, data, explicit=explicit, key_id=key_id)
+            result = self._admit(record, data, explicit=explicit, key_id=key_id, in_memory=in_memory)
             if not result.held and not (patient and result.may_pass):
                 self._ledger.tally.skipped[result] += 1
         return result
@@ -452,12 +459,14 @@ class TieredStore:
         """What loans have put into the queue beyond its limit: still in memory, and counted there."""
         return max(0, self._index.bytes_in(Tier.PENDING) - self._queue_limit(explicit=True))
 
-    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int) -> PutResult:
+    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int, in_memory: bool) -> PutResult:
         if self._ledger.closed:
             return PutResult.SKIPPED_CLOSED
         entry = self._index.get(record)
         if entry is not None:
-            if explicit:
+            if explicit and in_memory:
+                entry.explicit = True
+            elif explicit:
                 self._make_explicit(entry)
             self._index.touch((record,))
             return PutResult.EXISTS
@@ -467,7 +476,7 @@ class TieredStore:
             and size <= self._queue_limit(explicit=explicit)
             and self._may_write(explicit=explicit)
         )
-        if (record.kind in RESIDENT or not fits_disk) and size <= self._config.memory_bytes:
+        if (record.kind in RESIDENT or in_memory or not fits_disk) and size <= self._config.memory_bytes:
             if size <= self._memory_bytes and self._shrink_memory(self._memory_bytes - size):
                 self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED
@@ -505,8 +514,6 @@ class TieredStore:
 
     def _make_explicit(self, entry: Entry) -> None:
         """What was only passed is asked for: on to disk if that is where its kind belongs."""
-        if entry.explicit:
-            return
         entry.explicit = True
         if entry.tier is Tier.MEMORY and entry.record.kind not in RESIDENT and self._spills(entry):
             self._index.move(entry, Tier.PENDING)

@@ -53,6 +53,7 @@ SNAPSHOT_WAIT = 10.0  # seconds
 TEARDOWN_SECONDS = 2.0  # milliseconds are usual
 PARKED_QUEUES = 4  # times what the store's queue takes may wait for it in all
 LOAN_RETRY = 0.02  # seconds after which the store is asked again for memory that it could not lend
+NOT_STORED = "NOT_STORED"  # why a place does not stand, where the store refused nothing: it was evicted since
 RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
 
 
@@ -351,6 +352,9 @@ class EngineLoop:
             self._finish(seq, FinishReason.STOPPED, save=wants)
         elif message.clean and generation is not None:
             self._end_early(seq, FinishReason.STOPPED)
+        elif wants and self._parking.holds(seq.row):
+            seq.cancelled = seq.hands_out_last = True  # what was asked to be saved is told once it is stored
+            self._ended(seq, FinishReason.STOPPED)
         else:
             if wants:
                 self._hand_out_last_block(seq)
@@ -375,7 +379,10 @@ class EngineLoop:
     def _read(self, seq: Sequence, lookup: Lookup) -> None:
         """Asks for a lookup's records; the row is opened when they are there."""
         if lookup.plan is None:
-            self._open(seq, lookup, None)
+            try:
+                self._open(seq, lookup, None)
+            finally:
+                self._cache.release(lookup)
             return
         self._restores.want(seq.row, lookup)
 
@@ -403,7 +410,12 @@ class EngineLoop:
         bad = restore.result.failed
         if bad is not None and isinstance(restore.result.error, CorruptRecord):
             self._cache.note_corrupt(bad)
-        self._cache.release(restore.lookup)
+        try:
+            self._go_on(restore)
+        finally:
+            self._cache.release(restore.lookup)  # not before what it found is handed out
+
+    def _go_on(self, restore: Restore) -> None:
         seq = self._sequences.get(restore.row)
         if seq is None:
             return
@@ -596,9 +608,12 @@ class EngineLoop:
     def _commit(self, seq: Sequence, end: int, result: StepResult, *, final: bool = False) -> None:
         """The state at `end` goes to the cache; what it does not take yet, and somebody asked for, is parked."""
         payloads = result.captured.get(seq.row, {})
-        passing = () if final else seq.take_at(end).passing
+        take = None if final else seq.take_at(end)
+        passing, in_memory = (take.passing, take.in_memory) if take is not None else ((), ())
         waits = seq.explicit and self._snapshot_wait > 0
-        commit = seq.recorder.commit(end, payloads, explicit=seq.explicit, passing=passing, patient=waits)
+        commit = seq.recorder.commit(
+            end, payloads, explicit=seq.explicit, passing=passing, in_memory=in_memory, patient=waits
+        )
         lost = commit.lost
         if waits and ((lost is not None and lost.may_pass) or self._parking.holds(seq.row)):
             place = Place(
@@ -607,13 +622,15 @@ class EngineLoop:
                 final=final,
                 payloads={kind: data for kind, data in payloads.items() if kind not in passing},
                 passing=passing,
+                in_memory=in_memory,
                 until=self._clock() + self._snapshot_wait,
             )
             if self._parking.park(seq.row, place):
                 self._scheduler.pause(seq.row)
                 self._ask_when_written()
                 return
-            lost = self._cache.put(place.node, place.payloads, explicit=True)  # the last try counts as skipped
+            # The last try counts as skipped.
+            lost = self._cache.put(place.node, place.payloads, explicit=True, in_memory=in_memory)
         self._kept(seq, commit.node, end, lost.name if lost and seq.explicit else "", final=final)
 
     def _settle_parked(self) -> None:
@@ -653,12 +670,14 @@ class EngineLoop:
         """State was stored, or lost for a reason; a place that somebody asked for is handed out."""
         seq.lost = seq.lost or lost
         rehome = seq.rehomes and seq.work.base is not None and end == seq.work.base.end
-        if seq.lost and not lost and not self._cache.stands(node):
-            lost = seq.lost  # something before this place is missing
+        is_end = final and seq.keeps_state
+        asked = is_end or end == seq.mark_at or end in seq.work.keep or rehome
+        if asked and not lost and not self._cache.stands(node):
+            lost = seq.lost or NOT_STORED  # something before this place is missing
         if end == seq.mark_at and not seq.mark_told:
             seq.mark_told = True
             seq.emit(NodeAt(self._cache.hold(node), lost, final=False, reasoning_end=True))
-        if not (final and seq.keeps_state) and end not in seq.work.keep and not rehome:
+        if not is_end and end not in seq.work.keep and not rehome:
             self._cache.let_go(node)
             return
         seq.emit(NodeAt(node, lost, final=final, rehome=rehome and not final and end not in seq.work.keep))
@@ -749,10 +768,15 @@ class EngineLoop:
         self._ended(seq, reason)
 
     def _hand_out_last_block(self, seq: Sequence) -> None:
-        node = seq.recorder.last_block
-        if node.parent is not None:
-            lost = "" if self._cache.stands(node) else seq.lost or "NOT_STORED"
-            seq.emit(NodeAt(self._cache.hold(node), lost, final=True))
+        """As the end: the deepest place passed that stands; if none does, the last block with why it does not."""
+        last = seq.recorder.last_block
+        if last.parent is None:
+            return
+        node, lost = self._cache.hold_base(last, last.end), ""
+        if node.parent is None:
+            self._cache.let_go(node)
+            node, lost = self._cache.hold(last), seq.lost or NOT_STORED
+        seq.emit(NodeAt(node, lost, final=True))
 
     def _ended(self, seq: Sequence, reason: FinishReason | None) -> None:
         if self._parking.holds(seq.row):  # the row is free for others; its end is told once its state is stored
@@ -760,6 +784,9 @@ class EngineLoop:
                 seq.ending, seq.finish_reason = True, reason
                 self._scheduler.drop(seq.row)
                 self._to_close.append(seq.row)
+            return
+        if seq.cancelled:
+            self._end(seq.row, Failed(RowFailed("cancelled")))
             return
         usage = seq.usage()
         self.prompt_tokens += usage.prompt_tokens

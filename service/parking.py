@@ -31,6 +31,7 @@ class Place:
     final: bool
     payloads: Payloads
     passing: tuple[RecordKind, ...]
+    in_memory: tuple[RecordKind, ...] = ()
     until: float  # give up then, in the loop's seconds
     offered: bool = False  # for the last time: it only waits for its turn
     lost: PutResult | None = None  # what came of that
@@ -108,4 +109,11 @@ class Parking:
             self._cache.let_go(place.node)
 
     def _offer(self, place: Place, *, last: bool) -> PutResult | None:
-        return self._cache.put(place.node, place.payloads, explicit=True, passing=place.passing, patient=not last)
+        return self._cache.put(
+            place.node,
+            place.payloads,
+            explicit=True,
+            passing=place.passing,
+            in_memory=place.in_memory,
+            patient=not last,
+        )

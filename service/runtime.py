@@ -346,8 +346,12 @@ _WHY_NOT_KEPT = {
     "SKIPPED_DISK_FULL": "the disk is full, or what is on it is all pinned",
     "SKIPPED_DISK_ERROR": "writes to the disk keep failing",
     "SKIPPED_MEMORY_FULL": "all of the memory budget is pinned",
+    "NOT_STORED": "state that it stands on was evicted for want of memory before it was reached",
     "SKIPPED_TOO_LARGE": "it is larger than the budgets allow",
 }
+
+
+_MORE_MEMORY = "give the server more --memory-bytes, or try again when fewer calls run"
 
 
 def store_full(reason: str) -> StoreFull:
@@ -355,7 +359,7 @@ def store_full(reason: str) -> StoreFull:
     cause = reason.removeprefix("SKIPPED_")
     return StoreFull(
         f"the state could not be kept: {_WHY_NOT_KEPT.get(reason, reason)}",
-        hint="free room, or try again later",
+        hint=_MORE_MEMORY if reason == "NOT_STORED" else "free room, or try again later",
         metadata={"cause": cause} if cause.isupper() else {},
         retry_after=1.0,
     )

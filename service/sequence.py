@@ -58,6 +58,7 @@ class Sequence:
         self.stop_token_id: int | None = None
         self.lost = ""  # why state of a boundary that a handle needs is not stored
         self.ending = False  # computed to its end; what is left is to be stored
+        self.cancelled = False  # given up, but what it has is to be saved first
         self.hands_out_last = False  # then the last block is to be handed out
 
     @property

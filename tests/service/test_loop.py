@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvcache.cache import Keep
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
@@ -1037,3 +1038,41 @@ def test_a_row_that_fails_last_leaves_no_loan_behind() -> None:
     rig.loop._fail(heard.row, ValueError("the model refused it"), closed=True)
     assert rig.scheduler.rows() == ()
     assert rig.store._lent == 0
+
+
+@pytest.mark.parametrize("way", ["stop", "cancel and save"])
+def test_an_early_end_hands_out_the_deepest_place_that_stands(two: LoopRig, way: str) -> None:
+    prompt = prompt_of(2_000)
+    heard = two.submit(prompt, keep=[700], generate=5, save=True)
+    two.until(heard, State.PREFILL)
+    while two.loop._sequences[heard.row].position < 1_024:
+        assert two.turn()
+    last = two.loop._sequences[heard.row].recorder.last_block
+    for node in last.path():
+        if node.end > 512:
+            two.store.delete([RecordId(node.key, RecordKind.STATE)])
+    WAYS[way](two, heard)
+    two.run()
+    (event,) = [event for event in heard.events if isinstance(event, NodeAt) and event.final]
+    assert (event.node.end, event.lost) == (700, "")
+    assert two.cache.stands(event.node)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_a_stored_mark_stays_until_it_is_handed_out_though_its_snapshot_is_deleted(two: LoopRig, evicts: bool) -> None:
+    prompt = prompt_of(700)
+    first = two.submit(prompt, keep=[300])
+    two.run()
+    two.store.flush(0.0)
+    snapshot = two.cache.add_snapshot("a", first.nodes[300], Keep(), parent=None)
+    second = two.submit(prompt, keep=[300], generate=2)
+    two.until(second, State.RESTORING)
+    two.cache.delete(snapshot)
+    two.cache.let_go(first.nodes[300])
+    first.events = [event for event in first.events if not isinstance(event, NodeAt)]
+    if evicts:
+        two.store.trim(disk_bytes=1)
+    two.run()
+    assert second.receipt[0] == 512
+    (event,) = [event for event in second.events if isinstance(event, NodeAt)]
+    assert (event.node.end, event.lost) == (300, "")

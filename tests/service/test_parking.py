@@ -237,3 +237,23 @@ def test_on_a_stalled_disk_all_rows_together_park_a_bounded_number_of_bytes() ->
     assert len(refused) > 20
     rig.settle()
     assert rig.loop._parking._bytes == 0
+
+
+def test_a_cancelled_work_that_is_to_be_saved_waits_for_its_state(rig: LoopRig) -> None:
+    heard = rig.submit(prompt_of(1800), keep=[1100, 1800], generate=4, save_on_cancel=True)
+    turn_all(rig)
+    assert rig.loop._parking.holds(heard.row)
+    passed = rig.loop._sequences[heard.row].recorder.last_block
+    rig.loop.cancel(heard.row, save=True)
+    turn_all(rig)
+    assert heard.end is None and rig.engine.rows == frozenset()
+    rig.run()
+    assert str(heard.error) == "cancelled"
+    assert heard.final == [passed.end] and lost(heard)[passed.end] == ""
+    assert rig.cache.stands(passed)
+
+
+def test_state_that_was_evicted_has_a_hint_of_its_own() -> None:
+    error = store_full("NOT_STORED")
+    assert error.metadata == {"cause": "NOT_STORED"}
+    assert "evicted" in error.text and "--memory-bytes" in error.hint
