@@ -234,7 +234,7 @@ def test_on_a_stalled_disk_all_rows_together_park_a_bounded_number_of_bytes() ->
     parked = [place for places in rig.loop._parking._rows.values() for place in places]
     assert 0 < sum(place.bytes for place in parked) == rig.loop._parking._bytes <= 4 * 2 * QUEUE
     refused = [heard for heard in calls if heard.end is not None and "SKIPPED_QUEUE_FULL" in lost(heard).values()]
-    assert len(refused) > 20
+    assert refused, "at once, as after the wait"
     rig.settle()
     assert rig.loop._parking._bytes == 0
 
