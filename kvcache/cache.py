@@ -173,6 +173,7 @@ class PrefixCache(NamedSnapshots):
     ) -> PutResult | None:
         """Hands state of a held node to the store; may be repeated. The first refusal that matters, if any."""
         lost: PutResult | None = None
+        self.follow(node)  # so that none of it makes room for the rest
         for kind, payload in payloads.items():
             asked = explicit and kind not in passing
             result = self.store.put(
@@ -188,6 +189,8 @@ class PrefixCache(NamedSnapshots):
                 if lost is None and asked == explicit:
                     lost = result
         self.store.arrange([self._stock.place_of(node)])
+        self._stock.kept(node)
+        self.unfollow(node)
         return lost
 
     def thin(self, newest: Node) -> None:
@@ -204,6 +207,15 @@ class PrefixCache(NamedSnapshots):
     def let_go(self, node: Node) -> None:
         with self._lock:
             self._stock.unhold(node)
+
+    def follow(self, node: Node) -> Node:
+        """`hold` for a run that goes on from `node`: what is stored of it is in use. Pairs with `unfollow`."""
+        with self._lock:
+            return self._stock.follow(node)
+
+    def unfollow(self, node: Node) -> None:
+        with self._lock:
+            self._stock.unfollow(node)
 
     # Places on a known prefix
 

@@ -82,7 +82,8 @@ class EvictionOrder:
         self._heaps: dict[Tier, list[tuple[Value, int, _Unit]]] = {tier: [] for tier in EVICTABLE}
         self._tie = itertools.count()
         self._full = dict.fromkeys(Tier, 0)  # FULL records by tier
-        self._parked: dict[RecordId, set[_Unit]] = {}  # units that would go but for this pin
+        self._parked: dict[RecordId | bytes, set[_Unit]] = {}  # units that would go but for this pin, or guarded key
+        self._guarded: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._units)
@@ -139,6 +140,18 @@ class EvictionOrder:
         for unit in self._parked.pop(record, ()):
             self._note(unit)
         owner = self._units.get(record.key)
+        return self._sweep([owner]) if owner is not None and not owner.standing else []
+
+    def guard(self, key: bytes) -> None:
+        """Somebody is at work there: until `unguard` none of its records goes, and so none that they stand on."""
+        self._guarded.add(key)
+
+    def unguard(self, key: bytes) -> list[Member]:
+        """Returns what nothing has needed for as long as that."""
+        self._guarded.discard(key)
+        for unit in self._parked.pop(key, ()):
+            self._note(unit)
+        owner = self._units.get(key)
         return self._sweep([owner]) if owner is not None and not owner.standing else []
 
     def leave(self, record: RecordId) -> list[Member]:
@@ -232,7 +245,7 @@ class EvictionOrder:
         todo = list(units)
         while todo:
             unit = todo.pop()
-            if not unit.standing:
+            if not unit.standing and unit.key not in self._guarded:
                 loose = [
                     m for m in unit.members.values() if not self._is_needed(unit, m) and not self._pinned(m.record)
                 ]
@@ -285,9 +298,7 @@ class EvictionOrder:
         )
 
     def _cost(self, unit: _Unit, place: Place) -> int:
-        """Tokens from the nearest place before that one can stand at. Of what is only passed: its own."""
-        if not self._is_whole(unit):
-            return place.end - _end(unit.parent)
+        """Tokens from the nearest place before that one can stand at."""
         if unit.children and _only_full(unit):
             return 1  # only its logits can go
         before = unit.parent
@@ -371,12 +382,14 @@ class EvictionOrder:
                     *self._spare(unit),
                     *(m for m in unit.members.values() if m.record.kind is RecordKind.WINDOW),
                 ]
-                pinned = next((member.record for member in involved if self._pinned(member.record)), None)
-                if pinned is None:
+                keeper = next((m.record for m in involved if self._pinned(m.record)), None) or next(
+                    (m.record.key for m in involved if m.record.key in self._guarded), None
+                )
+                if keeper is None:
                     return unit
                 del unit.noted[tier]
                 heapq.heappop(heap)
-                self._parked.setdefault(pinned, set()).add(unit)
+                self._parked.setdefault(keeper, set()).add(unit)
         return None
 
 

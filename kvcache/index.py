@@ -189,6 +189,13 @@ class RecordIndex:
                 self._resident.add(entry, entry.tick)
         self._evict(self._order.unpinned(record))
 
+    def guard(self, key: bytes) -> None:
+        """Evict nothing of this key."""
+        self._order.guard(key)
+
+    def unguard(self, key: bytes) -> None:
+        self._evict(self._order.unguard(key))
+
     def is_pinned(self, record: RecordId) -> bool:
         return record in self._pins
 

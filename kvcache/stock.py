@@ -87,6 +87,21 @@ class Stock:
             here = here.parent
         return total
 
+    def follow(self, node: Node) -> Node:
+        """Holds a node for a run that goes on from it: nothing of it is evicted meanwhile, nor what that stands on."""
+        node.holds += 1
+        node.followed += 1
+        if node.followed == 1:
+            self.store.guard(node.key)
+        return node
+
+    def unfollow(self, node: Node) -> None:
+        node.followed -= 1
+        assert node.followed >= 0, node
+        if node.followed == 0:
+            self.store.unguard(node.key)
+        self.unhold(node)
+
     def unhold(self, node: Node) -> None:
         node.holds -= 1
         assert node.holds >= 0, node
@@ -112,8 +127,14 @@ class Stock:
         for record in self.store.drain_evicted():
             node = self.tree.get(record.key)
             if node is not None:
-                node.lost = MissReason.EVICTED
+                if node.lost is not MissReason.THINNED:  # else it follows from that
+                    node.lost = MissReason.EVICTED
                 self.prune(node)
+
+    def kept(self, node: Node) -> None:
+        """Takes note that records of `node` were stored: what was thinned once is whole again."""
+        if node.lost is MissReason.THINNED and all(self.has(RecordId(node.key, kind)) for kind in self.layout.kinds):
+            node.lost = MissReason.NOT_WRITTEN
 
     def thin(self, newest: Node, checkpoints: Checkpoints) -> None:
         """Gives up what the chain that ends at the boundary `newest` has too much of."""
@@ -139,6 +160,7 @@ class Stock:
             blocks = surplus_windows(chain, self.layout.window)
             surplus += [RecordId(path[block - 1].key, RecordKind.WINDOW) for block in blocks]
         surplus = [record for record in surplus if self.has(record)]
+        self.forget_lost()
         for record in surplus:
             node = self.tree.get(record.key)
             assert node is not None

@@ -218,6 +218,16 @@ class TieredStore:
         with self._lock:
             self._index.touch(used)
 
+    def guard(self, key: bytes) -> None:
+        """Somebody is at work on the records of this key, held already or not: until `unguard`, none is evicted."""
+        with self._lock:
+            self._index.guard(key)
+
+    def unguard(self, key: bytes) -> None:
+        with self._lock:
+            self._index.unguard(key)
+            self._disk.room_was_made()
+
     def pin(self, records: Iterable[RecordId]) -> None:
         """Count one more use of each: until `unpin`, none is evicted. They need not be held yet."""
         wanted = list(records)

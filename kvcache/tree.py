@@ -20,6 +20,7 @@ class Node:
         "borrows",
         "children",
         "content",
+        "followed",
         "holds",
         "key",
         "key_id",
@@ -43,6 +44,7 @@ class Node:
         self.borrows: Node | None = None  # a block trimmed from a longer one reads that one's FULL record, and holds it
         self.children: set[Node] = set()
         self.holds = 0  # snapshots and sequences
+        self.followed = 0  # of the holds: sequences that stand here and go on
         self.lost = MissReason.NOT_WRITTEN  # why a record of this node is missing, if one is
 
     @property

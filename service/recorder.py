@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, cache: PrefixCache, owner: str, tokens: Sequence[int]) -> None:
         self._cache = cache
         self._tokens = tokens
-        self._node = cache.hold(cache.root(owner))  # the last full block
+        self._node = cache.follow(cache.root(owner))  # the last full block
         self._tail: Node | None = None  # where the current block was entered, if inside it
         self._ends: set[int] = set()
         self._nonce: bytes | None = None
@@ -34,9 +34,9 @@ class Recorder:
         last = lookup.plan.nodes[-1]
         assert last.parent is not None
         if lookup.plan.position == last.end and not last.is_tail:
-            self._move_to(self._cache.hold(last))
+            self._move_to(self._cache.follow(last))
         else:
-            self._move_to(self._cache.hold(last.parent))
+            self._move_to(self._cache.follow(last.parent))
             self._tail = self._cache.hold(last)
             if lookup.plan.position < last.end:
                 # Cut short of a kept place: nothing that follows may share a key with anything else.
@@ -83,7 +83,7 @@ class Recorder:
             patient=patient,
         )
         if end == start + BLOCK_TOKENS:
-            self._move_to(self._cache.hold(commit.node))
+            self._move_to(self._cache.follow(commit.node))
             if RecordKind.STATE in payloads or RecordKind.WINDOW in payloads:
                 self._cache.thin(commit.node)
         return commit
@@ -95,7 +95,7 @@ class Recorder:
 
     def close(self) -> None:
         """Lets go of everything."""
-        self._cache.let_go(self._node)
+        self._cache.unfollow(self._node)
         if self._tail is not None:
             self._cache.let_go(self._tail)
             self._tail = None
@@ -109,10 +109,10 @@ class Recorder:
             return continued_schedule(self._tail.schedule, start, self._tail.end, end, inside)
         return prefill_schedule(start, end, inside)
 
-    def _move_to(self, held: Node) -> None:
-        self._cache.let_go(self._node)
-        self._node = held
+    def _move_to(self, followed: Node) -> None:
+        self._cache.unfollow(self._node)
+        self._node = followed
         if self._tail is not None:
             self._cache.let_go(self._tail)
         self._tail, self._nonce = None, None
-        self._ends = {e for e in self._ends if e > held.end}
+        self._ends = {e for e in self._ends if e > followed.end}

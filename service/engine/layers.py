@@ -13,6 +13,8 @@
 | `CacheList`                 | –      | what its members hold, in order, at any depth | –                         |
 | a leaf that no call fills   | none   | nothing                                       | –                         |
 
+mlx-vlm's copies of these classes are served alike, its own classes are refused with their reasons (`foreign`).
+
 W' is W until the window is full, then W - keep. Any other class is refused at load with the layer's number, the class
 and the reason. A layer that reads another layer's cache (KV-shared) has none of its own and needs no policy.
 
@@ -33,6 +35,7 @@ import mlx.core as mx
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.mlx_arrays import from_payload, to_payload
 from kvcache.records import RecordKind
+from service.engine.foreign import CACHE_LIST, why_refused
 from service.engine.policies import Arrays, policy_of
 from service.engine.upstream import (
     ArraysCache,
@@ -61,7 +64,7 @@ class UnsupportedLayer(ValueError):
 def leaves(caches: list) -> Iterator:
     """The cache objects that hold arrays, in the model's order; members of a `CacheList` stand in its place."""
     for cache in caches:
-        if isinstance(cache, CacheList):
+        if isinstance(cache, CacheList) or qualified_name(cache) == CACHE_LIST:
             yield from leaves(cache.caches)
         else:
             yield cache
@@ -75,7 +78,7 @@ def layout_of(caches: list) -> CacheLayout:
         for leaf in leaves([cache]):
             policy = policy_of(leaf)
             if policy is None:
-                raise UnsupportedLayer(f"layer {number}: no snapshot policy for cache class {qualified_name(leaf)}")
+                raise UnsupportedLayer(f"layer {number}: {why_refused(qualified_name(leaf))}")
             specs.append(policy.spec(leaf))
             alone = alone or policy.alone(leaf)
     if not specs:

@@ -12,6 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from kvcache.layout import LayerKind, LayerSpec
+from service.engine.foreign import ONE_BY_ONE, SAME_AS
 from service.engine.upstream import (
     LATENT_CACHE,
     LATENT_FIELDS,
@@ -285,8 +286,29 @@ _BY_CLASS: dict[type, Policy] = {
     ArraysCache: _STATE,
 }
 
+
+class OneByOne:
+    """A policy for a copy of its class, rows of which decode in one call each."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.spec, self.live, self.normalise = policy.spec, policy.live, policy.normalise
+        self.capture, self.restore = policy.capture, policy.restore
+
+    def alone(self, leaf) -> str:
+        return self._policy.alone(leaf) or f"{qualified_name(leaf)}: {ONE_BY_ONE}"
+
+    def capture_row(self, leaf, index: int, start: int, end: int) -> Arrays:
+        raise TypeError(self.alone(leaf))
+
+
 # Classes of single model modules go by name: importing the module for its class alone would cost every start.
-_BY_NAME: dict[str, Policy] = {LATENT_CACHE: Latent()}
+_BY_NAME: dict[str, Policy] = {LATENT_CACHE: Latent()} | {
+    name: OneByOne(policy)
+    for name, same in SAME_AS.items()
+    for kind, policy in _BY_CLASS.items()
+    if kind.__name__ == same
+}
 
 
 def policy_of(leaf) -> Policy | None:

@@ -34,7 +34,7 @@ PLACES = (1, 100, 255, 256, 257, 300, 511, 512, 600)
 OPERATIONS = {
     "run": 14, "run behind": 10, "decode": 8, "name": 12, "let go": 10, "look up": 5, "release": 6, "cut": 12,
     "base": 4, "use": 4, "unuse": 5, "delete": 6, "pin": 3, "unpin": 3, "extend": 2, "wait": 2, "evict": 2, "write": 12,
-    "rehome": 3, "find": 3, "sweep": 2,
+    "rehome": 3, "find": 3, "sweep": 2, "follow": 3, "unfollow": 4,
 }  # fmt: skip
 
 
@@ -63,6 +63,7 @@ class Play:
         )
         self.cache, self.store = self.world.cache, self.world.store
         self.mine: Counter[Node] = Counter()
+        self.followed: list[Node] = []
         self.names: dict[tuple[str, str], Name] = {}
         self.lookups: list[tuple[Lookup, list[int]]] = []
         self.done: Counter[str] = Counter()
@@ -78,7 +79,8 @@ class Play:
         useful = self.useful()
         getattr(self, "do_" + name.replace(" ", "_"))()
         kept = held_before & self.protected()
-        assert all(self.store.locate(record) for record in kept), f"{name}: a protected record is gone"
+        gone = [record for record in kept if not self.store.locate(record)]
+        assert not gone, f"{name}: protected records are gone: {gone}"
         left = useful & self.store._index._entries.keys()
         orphans = left - self.useful() - self.on_the_way() - self.protected()
         assert not orphans, f"{name}: left behind, and no use to anybody: {orphans}"
@@ -173,6 +175,16 @@ class Play:
                 self.world.check_read(lookup, tokens, self.store.fetch_now(lookup.plan.records))
                 self.done["read late"] += 1
             self.cache.release(lookup)
+
+    def do_follow(self) -> None:
+        node = self.any_node()
+        if node is not None and len(self.followed) < 2:
+            self.followed.append(self.cache.follow(node))
+            self.done["followed"] += 1
+
+    def do_unfollow(self) -> None:
+        if self.followed:
+            self.cache.unfollow(self.followed.pop(self.rng.randrange(len(self.followed))))
 
     def do_cut(self) -> None:
         node = self.any_node()
@@ -299,7 +311,15 @@ class Play:
         assert {(s.owner, s.id) for s in self.cache.all_snapshots()} == self.names.keys()
 
     def protected(self) -> set[RecordId]:
-        """Records that a pin or an outstanding plan names."""
+        """Records that a pin or an outstanding plan names, or that a run goes on from."""
+        records = self.pinned()
+        for node in self.followed:
+            own = {RecordId(node.key, kind) for kind in RecordKind}
+            if any(self.store.locate(record) for record in own):  # else there is nothing to go on from
+                records |= own | {RecordId(n.source, RecordKind.FULL) for n in node.path()}
+        return records
+
+    def pinned(self) -> set[RecordId]:
         records = {r for lookup, _ in self.lookups if lookup.plan is not None for r in lookup.plan.records}
         for lookup, _ in self.lookups:
             records |= {r for node in lookup.kept for r, _ in needed(node.path(), self.cache.layout, logits=True)}
@@ -333,7 +353,7 @@ class Play:
     def check(self) -> None:
         self.forget_expired()
         tree = set(self.cache._tree)
-        held = Counter(self.mine)
+        held = Counter(self.mine) + Counter(self.followed)
         for name in self.names.values():
             held[name.snapshot.node] += 1
             assert name.snapshot.uses == name.uses
@@ -355,7 +375,7 @@ class Play:
         assert stats.memory_bytes <= MEMORY
         assert stats.pending_bytes <= 2 * QUEUE
         assert stats.file_bytes <= DISK
-        assert stats.pinned == len(self.protected())
+        assert stats.pinned == len(self.pinned())
         assert stats.failed_jobs == 0
 
     def check_names(self) -> None:
@@ -391,7 +411,9 @@ class Play:
                 self.cache.unuse(name.snapshot)
         for node in list(self.mine.elements()):
             self.cache.let_go(node)
-        self.lookups, self.mine = [], Counter()
+        for node in self.followed:
+            self.cache.unfollow(node)
+        self.lookups, self.mine, self.followed = [], Counter(), []
         for name in self.names.values():
             name.uses = 0
         self.check()

@@ -258,6 +258,18 @@ def test_what_a_pin_keeps_goes_when_the_pin_does() -> None:
     assert world.pop() == {"full a0", "state a0"}
 
 
+def test_what_somebody_is_at_work_on_stays_with_all_that_it_stands_on() -> None:
+    world = World((FULL, STATE))
+    tip = world.chain("a", 2)[1]
+    world.put(world.spot("next", "a1"), kinds=(FULL,))
+    world.order.guard(world.spots["next"].key)
+    assert world.pop() == {"state a0"} and world.pop() == {"state a1"}  # places before it may be thinned
+    assert world.pop() == set()
+    assert world.order.unguard(tip.key) == []
+    assert world.forget(world.order.unguard(world.spots["next"].key)) == set()
+    assert world.pop() == {"full next", "full a1", "full a0"}
+
+
 @pytest.mark.parametrize(
     ("kinds", "window"),
     [

@@ -154,7 +154,7 @@ def test_off_writes_nothing_and_a_full_memory_costs_older_handles_their_state_no
 
 
 def test_a_place_that_memory_cannot_take_is_refused_with_the_reason() -> None:
-    rig = rig_with(OFF, memory=1_000)  # a block is larger
+    rig = rig_with(OFF, memory=700)  # what a block takes is larger
     heard = rig.submit(prompt_of(700), keep=[700])
     rig.run()
     (event,) = [event for event in heard.events if isinstance(event, NodeAt)]
