@@ -185,6 +185,7 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     def press() -> None:
         while not peer.stops:
             time.sleep(0.01)
+        time.sleep(0.3)  # the answer's first text must have come
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -208,6 +209,7 @@ def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork) -> None:
     def press() -> None:
         while not peer.stops:
             time.sleep(0.01)
+        time.sleep(0.3)  # the answer's first text must have come
         os.kill(os.getpid(), signal.SIGINT)
         while not peer.requests("StopGeneration"):
             time.sleep(0.01)
