@@ -3,14 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
-MINUTES ?= 30
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak families check lint type gen gen-check clients-test bench clean
+.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint type gen gen-check bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,7 +41,10 @@ test-slow: setup ## Run the longer tests too: soak, memory, every client
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant checked when idle; prints JSON
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) $(ARGS)
+
+fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
+	$(BIN)/python tests/kvcache/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
 
 families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)

@@ -90,6 +90,6 @@ def decode(payload: bytes | bytearray | memoryview) -> dict[str, ArrayBytes]:
             arrays[name] = ArrayBytes(dtype, shape, view[start + begin : start + end])
     except PayloadError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise PayloadError(f"header is not a safetensors header: {error}") from error
     return arrays

@@ -169,7 +169,7 @@ def decode_owners(text: bytes, store_id: bytes, master: bytes) -> list[OwnerKey]
         check = content["check"]
         wrapped = [(int(entry["id"]), str(entry["owner"]), str(entry["wrapped"])) for entry in content["owners"]]
         bytes.fromhex(check + "".join(data for _, _, data in wrapped))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         raise StoreUnusable(f"{OWNERS_FILE} is damaged: without it no record of this store can be read") from None
     try:
         unwrap(check, _about(store_id, 0, ""))

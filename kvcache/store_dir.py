@@ -132,7 +132,7 @@ def decode_store_file(text: bytes, where: Path) -> tuple[str, int]:
     try:
         about = json.loads(text)
         version = about["format"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise StoreUnusable(f"{where / STORE_FILE} is damaged: it is not what a store writes") from None
     if version != STORE_VERSION:
         raise StoreUnusable(
