@@ -9,9 +9,7 @@ PROTOS := types inference_service snapshot_service server_service
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-MINUTES ?= 10
-
-.PHONY: help setup demo serve chat test test-slow fuzz families check lint type gen gen-check clients-test bench clean
+.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint type gen gen-check bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +40,11 @@ test: setup ## Run the test suite (under 10 minutes on 2 cores)
 test-slow: setup ## Run the longer tests too: soak, memory, every client
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant checked when idle; prints JSON
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) $(ARGS)
+
 fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
-	$(BIN)/python tests/kvcache/fuzz.py --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python tests/kvcache/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
 
 families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)

@@ -93,6 +93,9 @@ class PrefixCache(NamedSnapshots):
                 for node in found.plan.nodes:
                     node.holds += 1
                 self.store.touch(reversed(found.plan.records))
+            for node in found.kept:  # they are to stand until they are handed out
+                self.store.pin(self._stock.records_of(node))
+                node.holds += 1
             return found
 
     def note_corrupt(self, record: RecordId) -> None:
@@ -104,13 +107,15 @@ class PrefixCache(NamedSnapshots):
                 node.lost = MissReason.CORRUPT
 
     def release(self, lookup: Lookup) -> None:
-        """Lets go of what `lookup` pinned. Call it once, after the state was read or the work was given up."""
-        if lookup.plan is None:
-            return
+        """Lets go of what `lookup` pinned and found kept. Call it once, after both were taken or the work given up."""
         with self._lock:
-            self.store.unpin(lookup.plan.records)
-            for node in reversed(lookup.plan.nodes):
+            for node in reversed(lookup.kept):
+                self.store.unpin(self._stock.records_of(node))
                 self._stock.unhold(node)
+            if lookup.plan is not None:
+                self.store.unpin(lookup.plan.records)
+                for node in reversed(lookup.plan.nodes):
+                    self._stock.unhold(node)
 
     # From state to nodes
 
@@ -140,18 +145,21 @@ class PrefixCache(NamedSnapshots):
         *,
         explicit: bool,
         passing: Collection[RecordKind] = (),
+        in_memory: Collection[RecordKind] = (),
         patient: bool = False,
     ) -> Commit:
         """Takes over the state behind `parent` + `tokens`. The node is held once for the caller: `let_go` it.
 
-        `passing`: kinds that nobody asked for, whatever `explicit` says of the others. `patient`: if some of it is not
+        `passing`: kinds that nobody asked for, whatever `explicit` says of the others. `in_memory`: kinds that go to
+        disk for want of memory only. `patient`: if some of it is not
         accepted, `put` will be called with the same payloads.
         """
         with self._lock:
             self._stock.forget_lost()
             node = self._stock.tree.add(parent, tokens, schedule)
             node.holds += 1
-        return Commit(node=node, lost=self.put(node, payloads, explicit=explicit, passing=passing, patient=patient))
+        lost = self.put(node, payloads, explicit=explicit, passing=passing, in_memory=in_memory, patient=patient)
+        return Commit(node=node, lost=lost)
 
     def put(
         self,
@@ -160,6 +168,7 @@ class PrefixCache(NamedSnapshots):
         *,
         explicit: bool,
         passing: Collection[RecordKind] = (),
+        in_memory: Collection[RecordKind] = (),
         patient: bool = False,
     ) -> PutResult | None:
         """Hands state of a held node to the store; may be repeated. The first refusal that matters, if any."""
@@ -168,7 +177,12 @@ class PrefixCache(NamedSnapshots):
         for kind, payload in payloads.items():
             asked = explicit and kind not in passing
             result = self.store.put(
-                RecordId(node.key, kind), payload, explicit=asked, key_id=node.key_id, patient=asked and patient
+                RecordId(node.key, kind),
+                payload,
+                explicit=asked,
+                key_id=node.key_id,
+                patient=asked and patient,
+                in_memory=kind in in_memory,
             )
             if not result.held:
                 node.lost = MissReason.NOT_WRITTEN

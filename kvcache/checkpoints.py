@@ -48,14 +48,19 @@ DEFAULT_CHECKPOINTS = Checkpoints()
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What to keep of one boundary. `firm`: a handle will need it. `passing`: kept while there is room."""
+    """What to keep of one boundary.
+
+    `firm`: a handle will need it. `in_memory`: a handle needs it should the run end soon, so it goes to disk only for
+    want of memory. `passing`: kept while there is room.
+    """
 
     firm: tuple[RecordKind, ...] = ()
     passing: tuple[RecordKind, ...] = ()
+    in_memory: tuple[RecordKind, ...] = ()
 
     @property
     def kinds(self) -> tuple[RecordKind, ...]:
-        return self.firm + self.passing
+        return self.firm + self.in_memory + self.passing
 
 
 def take_at(policy: CheckpointPolicy, layout: CacheLayout, end: int, *, places: Iterable[int], open_end: bool) -> Take:
@@ -66,18 +71,21 @@ def take_at(policy: CheckpointPolicy, layout: CacheLayout, end: int, *, places: 
     ahead = [place for place in places if place > end]
     reached = any(end > place - layout.window for place in ahead)
     firm: list[RecordKind] = []
+    in_memory: list[RecordKind] = []
     passing: list[RecordKind] = []
     for kind in layout.kinds:
         if kind is RecordKind.FULL:
             is_firm, is_passing = bool(ahead) or open_end, layout.trimmable
         elif kind is RecordKind.WINDOW:
-            is_firm, is_passing = reached, open_end
+            is_firm, is_passing = reached, False
         else:
-            is_firm, is_passing = False, open_end
+            is_firm, is_passing = False, False
         if policy is CheckpointPolicy.THROUGH and open_end and kind is RecordKind.WINDOW:
             is_firm = True  # the end may come before the window has left this block
         if is_firm:
             firm.append(kind)
+        elif open_end and policy is not CheckpointPolicy.THROUGH:
+            in_memory.append(kind)
         elif is_passing or policy is CheckpointPolicy.THROUGH:
             passing.append(kind)
-    return Take(tuple(firm), tuple(passing))
+    return Take(tuple(firm), tuple(passing), tuple(in_memory))

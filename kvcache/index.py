@@ -206,6 +206,10 @@ class RecordIndex:
     def pinned(self) -> int:
         return len(self._pins)
 
+    def pinned_bytes_in_memory(self) -> int:
+        entries = [self._entries.get(record) for record in self._pins]
+        return sum(entry.size for entry in entries if entry is not None and entry.tier is Tier.MEMORY)
+
     def has_victim(self, tier: Tier) -> bool:
         return self._order.has_victim(tier)
 

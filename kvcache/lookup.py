@@ -22,7 +22,7 @@ from kvcache.tree import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`."""
+    """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`: as it was returned."""
 
     tokens: int  # length of the prompt
     plan: RestorePlan | None
@@ -151,11 +151,7 @@ class Matcher:
             tail = path[-1] if path and path[-1].end > position else None
             if tail is None or tail.lost is MissReason.NOT_WRITTEN:
                 return MissReason.BETWEEN_CHECKPOINTS
-        for node in reversed(path):  # had the deepest been there, nothing before it would have been missed
-            kinds = self._stock.layout.kinds
-            if node.end > position and any(not self._stock.has(RecordId(node.source, kind)) for kind in kinds):
-                return node.lost
-        return MissReason.BETWEEN_CHECKPOINTS
+        return self._stock.why_missing(path, position, path[-1].end if path else 0) or MissReason.BETWEEN_CHECKPOINTS
 
 
 def _between(stops: Sequence[int], start: int, end: int) -> Sequence[int]:

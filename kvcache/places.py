@@ -108,11 +108,7 @@ class Places:
     def why_recomputed(self, node: Node, position: int) -> MissReason:
         """Why no state stands at the last boundary or kept place before `position`; NONE if one does."""
         stored = self.checkpoints_before(node, position)
-        for here in node.path():
-            missing = any(not self._stock.has(RecordId(here.source, kind)) for kind in self._stock.layout.kinds)
-            if stored < here.end <= position and missing:
-                return here.lost
-        return MissReason.NONE
+        return self._stock.why_missing(node.path(), stored, position) or MissReason.NONE
 
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""

@@ -51,6 +51,23 @@ class Stock:
         parent = before.key if before.parent is not None else None
         return Place(key=node.key, parent=parent, end=node.end, kinds=kinds, reach=tuple(reach))
 
+    def why_missing(self, path: Sequence[Node], position: int, known: int) -> MissReason | None:
+        """Why one stands on `path` at `position` only, and not further on up to `known`; None: all of it is there."""
+        path = [node for node in path if node.end <= known]
+        if not path or path[-1].end <= position:
+            return None
+        if RecordKind.STATE in self.layout.kinds:
+            # What the deepest place lacks is the cause: boundaries before it may have been thinned for good reason.
+            for record, _ in reversed(needed(path, self.layout, logits=False)):
+                owner = self.tree.get(record.key)
+                if owner is not None and not self.has(record):
+                    return owner.lost
+            return None
+        for node in path:
+            if node.end > position and any(not self.has(RecordId(node.source, kind)) for kind in self.layout.kinds):
+                return node.lost
+        return None
+
     def plan(self, path: Sequence[Node], *, target: int, more_follows: bool) -> RestorePlan | None:
         """The deepest position at or before `target` of which everything is stored."""
         return plan_restore(path, self.layout, self.has, target=target, more_follows=more_follows)

@@ -7,8 +7,8 @@ used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follo
 Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
 belong to the I/O thread alone; other threads leave freed extents in the index for it.
 
-Process memory held: `memory_bytes`, at most twice `queue_bytes` of pending payloads, one sealed record, and what
-`kvcache.buffers` keeps idle.
+Process memory held: `memory_bytes` less what is lent, at most twice `queue_bytes` of pending payloads, one sealed
+record, and what `kvcache.buffers` keeps idle. What loans put into the queue beyond that counts as `memory_bytes`.
 """
 
 from __future__ import annotations
@@ -151,18 +151,25 @@ class TieredStore:
     # Records
 
     def put(
-        self, record: RecordId, payload: Buffer, *, explicit: bool, key_id: int = 0, patient: bool = False
+        self,
+        record: RecordId,
+        payload: Buffer,
+        *,
+        explicit: bool,
+        key_id: int = 0,
+        patient: bool = False,
+        in_memory: bool = False,
     ) -> PutResult:
         """Accept or skip a record.
 
         The buffer is kept, not copied: it must own exactly these bytes and never change again.
         `explicit`: a client asked for it by name, so it may use the queue's second half and is written whatever the
         day's budget. `key_id`: whose sealing key. `patient`: the caller tries again if that may help, so that is not
-        counted as skipped.
+        counted as skipped. `in_memory`: spilled when room is needed, whatever its kind, and not written before.
         """
         data = _as_bytes(payload)
         with self._lock:
-            result = self._admit(record, data, explicit=explicit, key_id=key_id)
+            result = self._admit(record, data, explicit=explicit, key_id=key_id, in_memory=in_memory)
             if not result.held and not (patient and result.may_pass):
                 self._ledger.tally.skipped[result] += 1
         return result
@@ -330,6 +337,11 @@ class TieredStore:
         with self._lock:
             return list(self._index)
 
+    @property
+    def queue_bytes(self) -> int:
+        """Bound on pending payloads that somebody asked for."""
+        return self._queue_limit(explicit=True)
+
     # Maintenance
 
     def trim(self, *, memory_bytes: int | None = None, disk_bytes: int | None = None) -> None:
@@ -344,11 +356,20 @@ class TieredStore:
         if disk_bytes is not None:
             self._io.call(partial(self._disk.trim, disk_bytes))
 
-    def lend(self, size: int) -> None:
-        """Do without `size` bytes of the memory budget from now on, until told otherwise. Spills or evicts for it."""
+    def lend(self, size: int) -> int:
+        """Do without `size` bytes of the memory budget from now on, until told otherwise; how many are still missing.
+
+        Spills for it past the queue's limit, as the buffers are in memory already; what waits beyond that limit is
+        missing until it is written. Evicts only what may not be written. Pinned bytes are missing, and where they are
+        the cause nothing is touched. While bytes are missing, nobody may use the loan.
+        """
         with self._lock:
+            pinned = self._index.pinned_bytes_in_memory() if size > self._lent else 0
             self._lent = size
-            self._shrink_memory(self._memory_bytes)
+            room = max(0, self._config.memory_bytes - size)
+            if pinned <= room:
+                self._shrink_memory(room, loan=True)
+            return max(0, self._index.bytes_in(Tier.MEMORY) + self._overdue_bytes + size - self._config.memory_bytes)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is PENDING; False if that takes longer than `timeout` seconds."""
@@ -441,14 +462,21 @@ class TieredStore:
 
     @property
     def _memory_bytes(self) -> int:
-        return max(0, self._config.memory_bytes - self._lent)
+        return max(0, self._config.memory_bytes - self._lent - self._overdue_bytes)
 
-    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int) -> PutResult:
+    @property
+    def _overdue_bytes(self) -> int:
+        """What loans have put into the queue beyond its limit: still in memory, and counted there."""
+        return max(0, self._index.bytes_in(Tier.PENDING) - self._queue_limit(explicit=True))
+
+    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int, in_memory: bool) -> PutResult:
         if self._ledger.closed:
             return PutResult.SKIPPED_CLOSED
         entry = self._index.get(record)
         if entry is not None:
-            if explicit:
+            if explicit and in_memory:
+                entry.explicit = True
+            elif explicit:
                 self._make_explicit(entry)
             self._index.touch((record,))
             return PutResult.EXISTS
@@ -458,8 +486,8 @@ class TieredStore:
             and size <= self._queue_limit(explicit=explicit)
             and self._may_write(explicit=explicit)
         )
-        if (record.kind in RESIDENT or not fits_disk) and size <= self._memory_bytes:
-            if self._shrink_memory(self._memory_bytes - size):
+        if (record.kind in RESIDENT or in_memory or not fits_disk) and size <= self._config.memory_bytes:
+            if size <= self._memory_bytes and self._shrink_memory(self._memory_bytes - size):
                 self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED
             if not fits_disk:
@@ -476,13 +504,16 @@ class TieredStore:
         self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit, key_id=key_id))
         return PutResult.STORED
 
-    def _shrink_memory(self, limit: int) -> bool:
-        """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it."""
+    def _shrink_memory(self, limit: int, *, loan: bool = False) -> bool:
+        """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it.
+
+        `loan`: the queue's limit does not count.
+        """
         while self._index.bytes_in(Tier.MEMORY) > limit:
             oldest = self._index.pop_oldest_resident()
             if oldest is None:
                 return False
-            if self._spills(oldest):
+            if self._spills(oldest, loan=loan):
                 self._index.move(oldest, Tier.PENDING)
                 self._enqueue(oldest)
                 continue
@@ -493,21 +524,19 @@ class TieredStore:
 
     def _make_explicit(self, entry: Entry) -> None:
         """What was only passed is asked for: on to disk if that is where its kind belongs."""
-        if entry.explicit:
-            return
         entry.explicit = True
         if entry.tier is Tier.MEMORY and entry.record.kind not in RESIDENT and self._spills(entry):
             self._index.move(entry, Tier.PENDING)
             self._enqueue(entry)
 
-    def _spills(self, entry: Entry) -> bool:
+    def _spills(self, entry: Entry, *, loan: bool = False) -> bool:
         """Whether a record in memory may go to disk now."""
         if entry.size > self._segments.max_payload_bytes or not self._may_write(explicit=entry.explicit):
             return False
         if not self._affords(entry.size, explicit=entry.explicit):
             self._ledger.tally.skipped[PutResult.SKIPPED_WRITE_BUDGET] += 1
             return False
-        return self._queue_takes(entry.size, explicit=entry.explicit)
+        return loan or self._queue_takes(entry.size, explicit=entry.explicit)
 
     def _may_write(self, *, explicit: bool) -> bool:
         policy = self._config.policy

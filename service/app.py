@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.store import StoreConfig, TieredStore
 from service.config import Config
 from service.core import Core
+from service.engine import Engine
 from service.events import ModelState, ModelView
 from service.open_store import KeySource, OpenStore, open_store
 from service.rpc.server import serve
 from service.runtime import Loaded
+from service.text.constraint import Grammars
+from service.text.formats import detect
 from service.text.tokens import TextCodec
 
 log = logging.getLogger("kvfork")
@@ -75,9 +79,32 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             default_top_p=1.0 if facts.top_p is None else facts.top_p,
             default_top_k=facts.top_k or 0,
         )
-        return Loaded(engine=MlxEngine(model, facts.layout, facts.footprint), cache=cache, codec=codec, view=view)
+        engine = MlxEngine(model, facts.layout, facts.footprint)
+        del model  # the engine's alone: with the engine it goes
+
+        def again() -> Engine:
+            log.info("loading %s once more", model_name)
+            model, now = load_model(folder)
+            if now.fingerprint != facts.fingerprint:
+                raise ModelHasChanged(f"{folder} is not what it was at the start: snapshots would not fit")
+            return MlxEngine(model, facts.layout, facts.footprint)
+
+        channels = detect(codec)
+        return Loaded(
+            engine=engine,
+            cache=cache,
+            codec=codec,
+            view=view,
+            channels=channels,
+            grammars=Grammars(codec, channels),
+            again=again,
+        )
 
     return load
+
+
+class ModelHasChanged(Exception):
+    """The model's files are others than at the start of the process."""
 
 
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
@@ -92,12 +119,15 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
         core = Core(config, model_name, loader(config, folder, model_name, durable), durable)
         await core.start()
         try:
-            return await serve(core, config, ready=ready)
+            code = await serve(core, config, ready=ready)
         finally:
             await core.close()
     finally:
         if durable is not None:
             durable.close()
+    if core.hangs:
+        os._exit(code)  # the interpreter's own end would take what the thread works on from under it
+    return code
 
 
 def main(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:

@@ -67,6 +67,8 @@ class Config:
     share_decoded: bool = False
     drain_seconds: float = 30.0
     write_stall_seconds: float = 30.0
+    watchdog_seconds: float = 60.0
+    engine_restarts: int = 3
     log_level: str = "info"
     log_format: str = "text"
 
@@ -82,7 +84,7 @@ class Config:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
-        for name in ("max_queue", "max_pinned", "memory_bytes", "disk_bytes", "drain_seconds"):
+        for name in ("max_queue", "max_pinned", "memory_bytes", "disk_bytes", "drain_seconds", "engine_restarts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative")
         if not 0 < self.default_ttl <= self.max_ttl:
@@ -100,8 +102,9 @@ class Config:
             raise ConfigError("snapshot_wait: must not be negative")
         if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
             raise ConfigError("daily_write_bytes: must not be negative")
-        if self.write_stall_seconds <= 0:
-            raise ConfigError("write_stall_seconds: must be above 0")
+        for name in ("write_stall_seconds", "watchdog_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
 
     @property
     def disk_budget(self) -> int:
@@ -378,6 +381,20 @@ OPTIONS = (
         parse_seconds,
         "TIME",
         "a generation whose reader has stopped reading for this long is ended",
+    ),
+    Option(
+        "watchdog_seconds",
+        parse_seconds,
+        "TIME",
+        "how long one step of the model may take; after that its calls are ended and health says NOT_SERVING until it "
+        "answers",
+    ),
+    Option(
+        "engine_restarts",
+        _parse_count,
+        "N",
+        "how often in ten minutes a model thread that died is started anew, with the model loaded again and every "
+        "snapshot kept",
     ),
     Option("log_level", _one_of("debug", "info", "warning", "error"), "LEVEL", "debug, info, warning or error"),
     Option("log_format", _one_of("text", "json"), "FORMAT", "text for people, json for machines"),

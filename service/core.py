@@ -28,8 +28,9 @@ from service.idempotency import Replays
 from service.loop import EngineLoop
 from service.open_store import OpenStore
 from service.outbox import Outlet
-from service.runtime import STUCK_AFTER, Loaded, Runtime
+from service.runtime import Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
+from service.watchdog import Watchdog
 
 log = logging.getLogger("kvfork.core")
 
@@ -52,6 +53,7 @@ class Core:
         self._load = load
         self._boot_id = store.boot_id if store else secrets.token_hex(8)
         self._started = time.monotonic()
+        self.hangs = False  # after `close`: the engine thread is still inside the model
         generations = Generations(self._rt)
         replays = Replays()
         self.generate = replays.generate(generations.generate)
@@ -74,8 +76,25 @@ class Core:
         """Starts the engine thread, which begins by loading the model."""
         loop = asyncio.get_running_loop()
         outlet = Outlet(loop)
+
+        def load() -> tuple[Engine, PrefixCache]:
+            try:
+                loaded = self._load()
+            except Exception as error:
+                loop.call_soon_threadsafe(self._failed_to_load, error)
+                raise
+            assert loaded.engine is not None
+            loop.call_soon_threadsafe(self._ready, replace(loaded, engine=None))
+            return loaded.engine, loaded.cache
+
+        engine_loop = EngineLoop(load, self._new_scheduler(), outlet.flush, snapshot_wait=self._rt.config.snapshot_wait)
+        self._rt.start(engine_loop, outlet)
+        self._rt.loop.start()
+        self._rt.spawn(self._sweep())
+
+    def _new_scheduler(self) -> Scheduler:
         config = self._rt.config
-        scheduler = Scheduler(
+        return Scheduler(
             SchedulerConfig(
                 max_rows=config.max_batch,
                 max_queue=config.max_queue,
@@ -85,23 +104,35 @@ class Core:
             )
         )
 
+    def _restart(self) -> None:
+        """Gives the loop a new thread, which loads the model again; handles and store stay as they are."""
+        loop, loaded = asyncio.get_running_loop(), self._rt.loaded
+        assert loaded is not None
+        self._rt.model_view = replace(loaded.view, state=ModelState.LOADING)
+        again, cache = loaded.again, loaded.cache
+
         def load() -> tuple[Engine, PrefixCache]:
             try:
-                loaded = self._load()
+                engine = again()
             except Exception as error:
                 loop.call_soon_threadsafe(self._failed_to_load, error)
                 raise
-            loop.call_soon_threadsafe(self._ready, loaded)
-            return loaded.engine, loaded.cache
+            loop.call_soon_threadsafe(self._ready_again)
+            return engine, cache
 
-        self._rt.start(EngineLoop(load, scheduler, outlet.flush, snapshot_wait=config.snapshot_wait), outlet)
-        self._rt.loop.start()
-        self._rt.spawn(self._sweep())
+        self._rt.loop.restart(load, self._new_scheduler())
+
+    def _ready_again(self) -> None:
+        assert self._rt.loaded is not None
+        self._rt.model_view = self._rt.loaded.view
+        log.info("%s is ready again", self._rt.model_view.name)
 
     async def close(self) -> None:
         """Ends the engine thread and the store; works that still run fail."""
         self._rt.close()
-        await asyncio.to_thread(self._rt.loop.close)
+        self.hangs = not await asyncio.to_thread(self._rt.loop.close, self._rt.config.watchdog_seconds)
+        if self.hangs:
+            log.error("the model thread does not come back; the process ends without it")
         await asyncio.sleep(0)  # the last events are on their way to the channels
         if self._rt.loaded is not None:
             await asyncio.to_thread(self._rt.loaded.cache.close)
@@ -181,7 +212,9 @@ class Core:
         return self.stats()
 
     def engine_alive(self) -> bool:
-        return self._rt.model_view.state is not ModelState.FAILED and self._rt.loop.is_alive(STUCK_AFTER)
+        return self._rt.model_view.state is not ModelState.FAILED and self._rt.loop.is_alive(
+            self._rt.config.watchdog_seconds
+        )
 
     def start_draining(self) -> None:
         self._rt.draining = True
@@ -197,6 +230,11 @@ class Core:
         self._rt.loaded = loaded
         self._rt.model_view = loaded.view
         self._rt.handles = Handles(loaded.cache, loaded.view.name, self._rt.instance)
+        config = self._rt.config
+        watchdog = Watchdog(
+            self._rt.loop, self._restart, stuck_after=config.watchdog_seconds, restarts=config.engine_restarts
+        )
+        self._rt.spawn(watchdog.run())
         log.info("%s is ready", loaded.view.name)
 
     def _failed_to_load(self, error: Exception) -> None:

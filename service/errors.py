@@ -4,11 +4,12 @@
     ├── InvalidField          one or more fields are wrong            (also IMAGE_UNSUPPORTED, CONTEXT_OVERFLOW …)
     ├── Unsupported           part of the contract that comes later
     ├── ModelNotFound / ModelLoading / ModelMismatch / ModelChanged
-    ├── EngineDown / Draining / QueueFull / ActiveMemory / DeadlineUnmet
+    ├── EngineDown (EngineFailed) / Draining / QueueFull / ActiveMemory / DeadlineUnmet
     ├── SnapshotNotFound      unknown, foreign, or gone (with the tombstone's reason)
     ├── SnapshotIdTaken / SnapshotInUse / SnapshotQuota / StoreFull
     ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
     ├── TurnOpen / TemplateNotAppendable / TemplateMissing
+    ├── ConstraintFailed      no token fits the constraint any more
     ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
     └── Internal              ours: fixed text, incident id
 
@@ -97,8 +98,11 @@ class EngineDown(CallError):
     reason = "ENGINE_DOWN"
 
 
-class EngineFailed(CallError):
-    """The model thread died under a running call: INTERNAL."""
+class EngineFailed(EngineDown):
+    """The model thread died or hung under a running call: UNAVAILABLE too, but not to be repeated blindly.
+
+    The call itself may be what the thread died of, and a client that repeats it would bring the next one down.
+    """
 
     reason = "ENGINE_DOWN"
 
@@ -112,7 +116,10 @@ class QueueFull(CallError):
 
 
 class ActiveMemory(CallError):
-    """The call alone may grow beyond the memory that all rows share: waiting does not help."""
+    """The call alone may grow beyond the memory that all rows share, or that kept state in use leaves of it.
+
+    Waiting helps in the second case alone, which has a time to retry.
+    """
 
     reason = "ACTIVE_MEMORY"
 
@@ -188,6 +195,12 @@ class TemplateMissing(CallError):
     """The model has no chat template: only raw input works."""
 
     reason = "TEMPLATE_MISSING"
+
+
+class ConstraintFailed(CallError):
+    """The form that was asked for leaves no token, or is too costly to follow: INVALID_ARGUMENT for that row alone."""
+
+    reason = "CONSTRAINT_FAILED"
 
 
 class RequestInProgress(CallError):

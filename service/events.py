@@ -78,15 +78,24 @@ class TokenLogprob:
     top: tuple[TopLogprob, ...] = ()
 
 
+class TextChannel(enum.Enum):
+    """What generated text is."""
+
+    ANSWER = 0  # also for models that do not tell channels apart
+    REASONING = 1
+    TOOL_CALL = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """New output. `text` is always valid UTF-8 and may lag `token_count`."""
+    """New output of one channel. `text` is always valid UTF-8 and may lag `token_count`."""
 
     text: str
     first_position: int
     token_count: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    channel: TextChannel = TextChannel.ANSWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from functools import partial
 
 from kvcache.snapshots import Snapshot
 from service.events import Delta, Event, Finished, Progress, SnapshotView, Started, TokenLogprob, TopLogprob
 from service.outbox import Channel
 from service.plan import Picked
 from service.request import GenerateCall
-from service.resolve import Prompt, check_room, mark_positions, resolve_sampling
-from service.runtime import Running, Runtime, Saving
+from service.resolve import Prompt, check_room, generation_places, resolve_sampling
+from service.runtime import Loaded, Running, Runtime, Saving
+from service.text.channels import Splitter
+from service.text.constraint import RowConstraint
 from service.text.stream import TextStream
 from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled, Tokens, Work
 
@@ -37,22 +40,16 @@ class Generations:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
             check_room(len(prompt.tokens), loaded.view, needs=1)
-            places = mark_positions(call.marks, prompt)
+            places = generation_places(call.marks, prompt, reasons=loaded.channels.has_reasoning)
             for mark, place in zip(call.marks, places, strict=True):
-                handles.check_id(owner, mark.options, prompt.tokens[:place])
+                handles.check_id(owner, mark.options, prompt.tokens[:place], grows=place is None)
             if call.save is not None:
                 handles.check_id(owner, call.save, prompt.tokens, grows=True)
             seed = call.sampling.seed if call.sampling.seed is not None else secrets.randbits(32)
             room = loaded.view.context_tokens - len(prompt.tokens)
             asked = call.stopping.max_tokens
             most = asked if asked is not None else self._rt.config.default_max_tokens
-            text = TextStream(
-                loaded.codec,
-                call.stopping,
-                max_new_tokens=most,
-                context_room=room,
-                context_tail=prompt.tokens[-8:],
-            )
+            text, constraint = await self._rt.on_text_thread(lambda: _texts(loaded, call, prompt, most, room))
             work = Work(
                 owner=owner,
                 tokens=prompt.tokens,
@@ -65,6 +62,8 @@ class Generations:
                     text=text,
                     save=call.save is not None,
                     save_on_cancel=call.save_on_cancel,
+                    constraint=constraint,
+                    mark_reasoning=None in places,
                 ),
                 max_recompute_tokens=call.max_recompute_tokens,
                 progress=call.output.progress,
@@ -111,7 +110,7 @@ class Generations:
         call: GenerateCall,
         owner: str,
         prompt: Prompt,
-        places: list[int],
+        places: list[int | None],
         parent: Snapshot | None,
         channel: Channel,
         generation: str,
@@ -123,7 +122,7 @@ class Generations:
         gathered: Tokens | None = None
         while True:
             event = await channel.get()
-            if gathered is not None and not (isinstance(event, Tokens)):
+            if gathered is not None and not (isinstance(event, Tokens) and event.channel is gathered.channel):
                 yield self._delta(gathered, call)
                 gathered = None
             match event:
@@ -210,4 +209,27 @@ class Generations:
             token_count=len(tokens.picked),
             token_ids=tuple(p.token for p in tokens.picked) if call.output.token_ids else (),
             logprobs=tuple(logprob(p) for p in tokens.picked) if call.output.top_logprobs is not None else (),
+            channel=tokens.channel,
         )
+
+
+def _texts(
+    loaded: Loaded, call: GenerateCall, prompt: Prompt, most: int, room: int
+) -> tuple[TextStream, RowConstraint | None]:
+    """What makes text of a row's tokens, and what keeps it in form; InvalidField for a bad one. For a text thread."""
+    form = call.constraint
+    splitter: Callable[[], Splitter | None] | None = None
+    if form is None or form.after_reasoning:
+        lead = form is not None  # constrained text is the answer, marks and all
+        splitter = partial(loaded.channels.splitter, loaded.codec, prompt.tokens, lead=lead)
+    text = TextStream(
+        loaded.codec,
+        call.stopping,
+        max_new_tokens=most,
+        context_room=room,
+        context_tail=prompt.tokens[-8:],
+        splitter=splitter,
+    )
+    if form is None:
+        return text, None
+    return text, loaded.grammars.compile(form, call.stopping, prompt.tokens)

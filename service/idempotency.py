@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 from service.errors import InvalidField, RequestInProgress
@@ -64,7 +65,7 @@ class Replays:
     def generate(
         self, serve: Callable[[GenerateCall, str], AsyncIterator[Event]]
     ) -> Callable[[GenerateCall, str], AsyncIterator[Event]]:
-        """The same for a stream: its replay is Started, the marks, the whole text in one Delta, Finished."""
+        """The same for a stream: its replay is Started, the marks, the text in one Delta a channel's run, Finished."""
 
         async def once(call: GenerateCall, owner: str) -> AsyncIterator[Event]:
             key = (owner, "Generate", call.request_id)
@@ -122,9 +123,10 @@ class Replays:
 
 
 def _condensed(events: list[Event]) -> list[Event]:
-    deltas = [event for event in events if isinstance(event, Delta)]
     kept: list[Event] = [event for event in events if isinstance(event, Started | Marked)]
-    if deltas:
+    runs = groupby((event for event in events if isinstance(event, Delta)), key=lambda delta: delta.channel)
+    for channel, run in runs:
+        deltas = list(run)
         kept.append(
             Delta(
                 text="".join(d.text for d in deltas),
@@ -132,6 +134,7 @@ def _condensed(events: list[Event]) -> list[Event]:
                 token_count=sum(d.token_count for d in deltas),
                 token_ids=tuple(t for d in deltas for t in d.token_ids),
                 logprobs=tuple(p for d in deltas for p in d.logprobs),
+                channel=channel,
             )
         )
     return [*kept, events[-1]]

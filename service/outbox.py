@@ -31,7 +31,7 @@ class Channel:
             self._drop(event)
             return
         last = self._pending[-1] if self._pending else None
-        if isinstance(event, Tokens) and isinstance(last, Tokens):
+        if isinstance(event, Tokens) and isinstance(last, Tokens) and event.channel is last.channel:
             last.text += event.text
             last.picked += event.picked
         elif isinstance(event, Prefilled) and isinstance(last, Prefilled):

@@ -1,14 +1,16 @@
-"""State that the store has not taken yet, because too much waits for the disk. Owns the waiting and its bound.
+"""State that the store has not taken yet, because too much waits for the disk. Owns the waiting and its bounds.
 
 Engine thread only, and nothing here blocks: a place that somebody asked for is parked with its payloads and offered
 again when the writer has got on, until its time is over. A row whose place is parked is not prefilled further, so a row
-parks little; the others go on. The places of one row are settled in the order in which they were passed.
+parks little; the others go on. All rows together park a bounded number of bytes: those that only wait for their end to
+be stored have no slot among the running ones, so nothing else bounds them. The places of one row are settled in the
+order in which they were passed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.cache import PrefixCache
 from kvcache.records import PutResult, RecordKind
@@ -29,7 +31,14 @@ class Place:
     final: bool
     payloads: Payloads
     passing: tuple[RecordKind, ...]
+    in_memory: tuple[RecordKind, ...] = ()
     until: float  # give up then, in the loop's seconds
+    offered: bool = False  # for the last time: it only waits for its turn
+    lost: PutResult | None = None  # what came of that
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(data) for data in self.payloads.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,11 @@ class Settled:
 class Parking:
     """Parked places of all rows."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, limit_bytes: int) -> None:
+        """`limit_bytes`: of parked payloads; one place alone may be larger."""
         self._cache = cache
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
         self._rows: dict[RowId, deque[Place]] = {}
 
     def __bool__(self) -> bool:
@@ -55,11 +67,20 @@ class Parking:
         return row in self._rows
 
     def park(self, row: RowId, place: Place) -> bool:
-        """False if the row has too much parked already; then nothing has changed."""
-        places = self._rows.setdefault(row, deque())
+        """False if the row, or all rows, have too much parked already; then nothing has changed.
+
+        Beyond the bytes of all rows, a row's end behind other places of its row is offered for the last time at once,
+        and waits for its turn without its payloads.
+        """
+        places = self._rows.get(row, deque())
         if len(places) >= PARKED_PER_ROW and not place.final:
             return False
-        places.append(place)
+        if self._bytes and self._bytes + place.bytes > self._limit_bytes:
+            if not (places and place.final):
+                return False
+            place = replace(place, offered=True, lost=self._offer(place, last=True), payloads={})
+        self._rows.setdefault(row, places).append(place)
+        self._bytes += place.bytes
         return True
 
     def next_deadline(self) -> float | None:
@@ -72,9 +93,10 @@ class Parking:
         for row, places in list(self._rows.items()):
             while places:
                 place = places[0]
-                lost = self._offer(place, last=now >= place.until)
-                if lost is not None and lost.may_pass and now < place.until:
+                lost = place.lost if place.offered else self._offer(place, last=now >= place.until)
+                if not place.offered and lost is not None and lost.may_pass and now < place.until:
                     break
+                self._bytes -= place.bytes
                 settled.append(Settled(row, places.popleft(), lost))
             if not places:
                 del self._rows[row]
@@ -83,7 +105,15 @@ class Parking:
     def drop(self, row: RowId) -> None:
         """The row ends: nobody waits for its places any more."""
         for place in self._rows.pop(row, ()):
+            self._bytes -= place.bytes
             self._cache.let_go(place.node)
 
     def _offer(self, place: Place, *, last: bool) -> PutResult | None:
-        return self._cache.put(place.node, place.payloads, explicit=True, passing=place.passing, patient=not last)
+        return self._cache.put(
+            place.node,
+            place.payloads,
+            explicit=True,
+            passing=place.passing,
+            in_memory=place.in_memory,
+            patient=not last,
+        )

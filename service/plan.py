@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NewType, Protocol
 
 from kvcache.records import RecordKind
 from service.request import Sampling
@@ -37,15 +37,31 @@ class Capture:
     kinds: tuple[RecordKind, ...]
 
 
+class TokenMask(Protocol):
+    """Which tokens a row may pick. Used by the engine thread alone once the row is open."""
+
+    def allowed(self) -> bytes:
+        """One bit a token, lowest first, for the next pick. Asking twice changes nothing. An exception ends the row."""
+        ...
+
+    def took(self, token: int) -> bool:
+        """Notes a pick; True if nothing can follow it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRow:
-    """A new row, empty or restored. `context` is its prompt, for penalties."""
+    """A new row, empty or restored. `context` is its prompt, for penalties.
+
+    For a row whose state was lost: the state alone is new; it goes on with the token it picked and its draws so far.
+    """
 
     row: RowId
     restored: Restored | None
     sampling: Sampling | None  # None: the row never samples
     top_logprobs: int | None
     context: Sequence[int]
+    constraint: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +108,26 @@ class TopPick:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """A token that a row picked; log-probabilities only where asked for."""
+    """A token that a row picked; log-probabilities only where asked for. `last`: its constraint lets nothing follow."""
 
     token: int
     logprob: float | None = None
     top: tuple[TopPick, ...] = ()
+    last: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class StepResult:
-    """What came of a plan. A row in `failed` has no other entry and is closed."""
+    """What came of a plan. A row in `failed` has no other entry and is closed.
+
+    A row in `lost` has no other entry either, but stays open: a decode call that it was part of failed and took its
+    state along. It has picked nothing, and must be opened anew, up to the token it picked last, before it goes on.
+    """
 
     picked: dict[RowId, Picked] = field(default_factory=dict)
     captured: dict[RowId, Payloads] = field(default_factory=dict)
     failed: dict[RowId, Exception] = field(default_factory=dict)
+    lost: dict[RowId, Exception] = field(default_factory=dict)
     prefill_tokens: int = 0  # counted at the model call
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

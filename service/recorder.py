@@ -67,6 +67,7 @@ class Recorder:
         *,
         explicit: bool,
         passing: Collection[RecordKind] = (),
+        in_memory: Collection[RecordKind] = (),
         patient: bool = False,
     ) -> Commit:
         """Hands the state at `end` over. The node is held for the caller. See `PrefixCache.commit`."""
@@ -78,6 +79,7 @@ class Recorder:
             payloads,
             explicit=explicit,
             passing=passing,
+            in_memory=in_memory,
             patient=patient,
         )
         if end == start + BLOCK_TOKENS:

@@ -103,6 +103,25 @@ class Output:
     progress: bool = False
 
 
+class Form(enum.Enum):
+    """What a constraint is written in; the value is its field's name."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A form that the new text must have: `text`, or one of `options` for CHOICE."""
+
+    form: Form
+    text: str = ""
+    options: tuple[str, ...] = ()
+    after_reasoning: bool = False
+
+
 class Durability(enum.Enum):
     """How safe a snapshot must be before its call returns."""
 
@@ -153,6 +172,7 @@ class GenerateCall:
     save_on_cancel: bool = False
     max_recompute_tokens: int | None = None
     marks: tuple[Mark, ...] = ()
+    constraint: Constraint | None = None
     priority: int = 0
     request_id: str = ""
     deadline: float | None = None  # seconds left when the call arrived; None: no deadline

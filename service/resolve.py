@@ -98,20 +98,37 @@ def check_room(prompt_tokens: int, model: ModelView, *, needs: int, at: str = "i
 
 
 def mark_positions(marks: Sequence[Mark], prompt: Prompt) -> list[int]:
-    """The token position of each mark. Raises InvalidField for a place that the prompt does not have."""
-    positions: list[int] = []
+    """The token position of each mark in the prompt. Raises InvalidField for a place that the prompt does not have."""
+    return [_position(i, mark, prompt) for i, mark in enumerate(marks)]
+
+
+def generation_places(marks: Sequence[Mark], prompt: Prompt, *, reasons: bool) -> list[int | None]:
+    """The same for a call that generates: None is the reasoning's end, wherever it comes.
+
+    `reasons`: the model tells its reasoning apart. InvalidField also where it never comes to a place.
+    """
+    places: list[int | None] = []
     for i, mark in enumerate(marks):
-        if mark.token_count is not None:
-            if not 1 <= mark.token_count <= len(prompt.tokens):
-                text = f"is {mark.token_count}; the prompt has {len(prompt.tokens)} tokens"
-                raise InvalidField.at(f"marks[{i}].token_count", text)
-            positions.append(mark.token_count)
-        elif mark.message_count is not None:
-            positions.append(_message_position(i, mark.message_count, prompt))
+        if mark.landmark is not Landmark.REASONING_END:
+            places.append(_position(i, mark, prompt))
+        elif reasons:
+            places.append(None)
         else:
-            assert mark.landmark is Landmark.PROMPT_END
-            positions.append(len(prompt.tokens))
-    return positions
+            text = "the model's template and tokenizer have no marks around reasoning: it never comes there"
+            raise InvalidField.at(f"marks[{i}].landmark", text)
+    return places
+
+
+def _position(index: int, mark: Mark, prompt: Prompt) -> int:
+    if mark.token_count is not None:
+        if not 1 <= mark.token_count <= len(prompt.tokens):
+            text = f"is {mark.token_count}; the prompt has {len(prompt.tokens)} tokens"
+            raise InvalidField.at(f"marks[{index}].token_count", text)
+        return mark.token_count
+    if mark.message_count is not None:
+        return _message_position(index, mark.message_count, prompt)
+    assert mark.landmark in (Landmark.PROMPT_END, Landmark.REASONING_START)
+    return len(prompt.tokens)  # a turn opens with its reasoning
 
 
 def _message_position(index: int, count: int, prompt: Prompt) -> int:

@@ -36,10 +36,10 @@ from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
 from service.resolve import Prompt, refuse_hopeless, resolve_prompt
+from service.text.constraint import Grammars
+from service.text.formats import Format
 from service.text.tokens import TextCodec
 from service.work import Ended, Failed, NodeAt, Work
-
-STUCK_AFTER = 60.0  # seconds in one step before health gives the engine up; a 256-token call is far below
 
 CANCEL_SECONDS = 0.25  # how late a cancel may reach the server after a look that followed it
 SAVING_SECONDS = 10.0  # one step and one fsync are far below
@@ -52,10 +52,13 @@ T = TypeVar("T")
 class Loaded:
     """A model that is ready."""
 
-    engine: Engine
+    engine: Engine | None  # the engine thread's alone once it has it: with the thread its memory must go
     cache: PrefixCache
     codec: TextCodec
     view: ModelView
+    channels: Format
+    grammars: Grammars
+    again: Callable[[], Engine]  # loads the same model once more, on a new engine thread
 
 
 @dataclass(slots=True, eq=False)
@@ -142,12 +145,12 @@ class Runtime:
             raise EngineDown(
                 f"{self.model_view.name} could not be loaded", hint="see the server's log", retry_after=5.0
             )
-        if self.loaded is None or self.handles is None:
+        if self.loaded is None or self.handles is None or self.model_view.state is ModelState.LOADING:
             raise ModelLoading(
                 f"{self.model_view.name} is being loaded", metadata={"model": self.model_view.name}, retry_after=1.0
             )
-        if not self.loop.is_alive(STUCK_AFTER):
-            raise EngineDown("the model thread is down", hint="the server must be restarted", retry_after=5.0)
+        if not self.loop.is_alive(self.config.watchdog_seconds):
+            raise EngineDown("the model does not answer", hint="the server's log says why", retry_after=5.0)
         return self.loaded, self.handles
 
     def _end_of_snapshots(self) -> str:
@@ -210,12 +213,12 @@ class Runtime:
             raise
 
     @staticmethod
-    def engine_places(places: list[int], parent: Snapshot | None) -> frozenset[int]:
-        """Places that lie beyond the parent: the engine will pass them."""
-        return frozenset(p for p in places if parent is None or p > parent.token_count)
+    def engine_places(places: Sequence[int | None], parent: Snapshot | None) -> frozenset[int]:
+        """Places in the prompt that lie beyond the parent: the engine will pass them."""
+        return frozenset(p for p in places if p is not None and (parent is None or p > parent.token_count))
 
     async def parent_marks(
-        self, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
+        self, marks: Sequence[Mark], places: Sequence[int | None], owner: str, parent: Snapshot | None
     ) -> list[Marked]:
         """Marks at or before the parent's end: kept if a state stands there already, and said so if not."""
         if parent is None:
@@ -223,7 +226,7 @@ class Runtime:
         assert self.loaded is not None and self.handles is not None
         found: list[Marked] = []
         for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
-            if place > parent.token_count:
+            if place is None or place > parent.token_count:
                 continue
             node = self.loaded.cache.cut(parent.node, place)
             if node is None:
@@ -233,13 +236,13 @@ class Runtime:
         return found
 
     async def marked(
-        self, event: NodeAt, marks: Sequence[Mark], places: list[int], owner: str, parent: Snapshot | None
+        self, event: NodeAt, marks: Sequence[Mark], places: Sequence[int | None], owner: str, parent: Snapshot | None
     ) -> list[Marked]:
-        """Every mark at the node's place; takes over the hold on the node."""
+        """Every mark at the node's place, None being the reasoning's end; takes over the hold on the node."""
         assert self.loaded is not None
         found: list[Marked] = []
         for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
-            if place == event.node.end:
+            if place == (None if event.reasoning_end else event.node.end):
                 copy = NodeAt(self.loaded.cache.hold(event.node), event.lost, final=False)
                 found += await self._mark(i, copy, mark, owner, parent)
         self.loaded.cache.let_go(event.node)
@@ -343,8 +346,12 @@ _WHY_NOT_KEPT = {
     "SKIPPED_DISK_FULL": "the disk is full, or what is on it is all pinned",
     "SKIPPED_DISK_ERROR": "writes to the disk keep failing",
     "SKIPPED_MEMORY_FULL": "all of the memory budget is pinned",
+    "NOT_STORED": "state that it stands on was evicted for want of memory before it was reached",
     "SKIPPED_TOO_LARGE": "it is larger than the budgets allow",
 }
+
+
+_MORE_MEMORY = "give the server more --memory-bytes, or try again when fewer calls run"
 
 
 def store_full(reason: str) -> StoreFull:
@@ -352,7 +359,7 @@ def store_full(reason: str) -> StoreFull:
     cause = reason.removeprefix("SKIPPED_")
     return StoreFull(
         f"the state could not be kept: {_WHY_NOT_KEPT.get(reason, reason)}",
-        hint="free room, or try again later",
+        hint=_MORE_MEMORY if reason == "NOT_STORED" else "free room, or try again later",
         metadata={"cause": cause} if cause.isupper() else {},
         retry_after=1.0,
     )

@@ -19,9 +19,10 @@ be stored, it is paused: it makes no prefill call.
 from __future__ import annotations
 
 import enum
+import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.blocks import BLOCK_TOKENS
@@ -140,6 +141,7 @@ class Tick:
     shared: tuple[tuple[RowId, ...], ...] = ()  # the rows of `decode` by call
     save: tuple[RowId, ...] = ()
     borrowed: int = 0  # of `idle_bytes`: what rows have reserved or pad
+    unlent: tuple[RowId, ...] = ()  # waited in vain for a loan while nothing else ran: they are DONE
 
 
 class Scheduler:
@@ -153,6 +155,7 @@ class Scheduler:
         self._arrivals = 0
         self._least_first = True
         self._now = 0.0  # of the last plan
+        self._refused_bytes: int | None = None  # the least reservation for which the last plan got no loan
         self._sharing: tuple[tuple[RowId, ...], tuple[tuple[RowId, ...], ...], int] = ((), (), 0)
 
     def __repr__(self) -> str:
@@ -247,18 +250,29 @@ class Scheduler:
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> Tick:
-        """The next step. Moves admitted rows to RESTORING and rows without calls left to DECODE or DONE."""
+    def plan(self, now: float, lend: Callable[[int], int] = lambda size: 0) -> Tick:
+        """The next step. Moves admitted rows to RESTORING and rows without calls left to DECODE or DONE.
+
+        `lend` makes kept state do without so many bytes in all, and returns how many are missing: then nothing is lent
+        beyond what was, and who needs it waits.
+        """
         self._now = now
+        self._refused_bytes = None
         expired = tuple(e.row for e in self._queue if e.demand.deadline is not None and e.demand.deadline <= now)
         for row in expired:
             self._go(row, State.DONE)
-        admit = self._admissible()
+        admit = self._admissible(lend)
         for row in admit:
             self._go(row, State.RESTORING)
+        unlent: tuple[RowId, ...] = ()
+        if self._refused_bytes is not None and len(self._queue) == len(self._entries):
+            first = self._queue[0]
+            if self._now - first.arrived > PATIENCE:  # nothing runs whose end could help, and it holds up the others
+                unlent = (first.row,)
+                self._go(first.row, State.DONE)
         decode = [e for e in self._entries.values() if e.state is State.DECODE]
         save = tuple(e.row for e in self._entries.values() if e.state is State.SAVING)
-        shared, padding = self._shared(decode)
+        shared, padding = self._shared(decode, lend)
         active = self._config.active_bytes
         borrowed = 0 if active is None else max(0, self.reserved_bytes + padding - active)
         for entry in decode:
@@ -275,28 +289,54 @@ class Scheduler:
             shared=shared,
             save=save,
             borrowed=borrowed,
+            unlent=unlent,
         )
 
-    def _admissible(self) -> tuple[RowId, ...]:
+    @property
+    def waits_for_loan(self) -> bool:
+        """Somebody was not admitted for want of a loan: plan again soon, though `is_idle`."""
+        return self._refused_bytes is not None and bool(self._queue)
+
+    def _lent(self, reserved: int, lend: Callable[[int], int]) -> bool:
+        """Whether rows may reserve so much in all."""
+        if self._config.active_bytes is None or reserved <= self._config.active_bytes:
+            return True
+        if self._refused_bytes is not None and reserved >= self._refused_bytes:
+            return False
+        if lend(reserved - self._config.active_bytes):
+            self._refused_bytes = reserved
+            return False
+        return True
+
+    def _admissible(self, lend: Callable[[int], int] = lambda size: 0) -> tuple[RowId, ...]:
         """Who leaves the queue now."""
         if not self._queue:
             return ()
         under_way = [e for e in self._entries.values() if e.state is not State.QUEUED]
-        rows, free = len(under_way), self._free_bytes
+        rows, free, reserved = len(under_way), self._free_bytes, self.reserved_bytes
         # Rows that decode, and those that are about to; the others have a block and more to compute before that.
         near = sum(e.is_short or e.state in (State.DECODE, State.SAVING) for e in under_way)
         chosen: list[RowId] = []
-        for entry in _by_group(self._queue):
-            if (near if entry.is_short else rows) >= self._config.max_rows or rows >= 2 * self._config.max_rows:
-                continue
-            if free is not None and entry.bytes > free:
-                if self._now - entry.arrived > PATIENCE:
-                    break  # what comes free is this one's
-                continue
-            chosen.append(entry.row)
-            rows += 1
-            near += entry.is_short
-            free = free - entry.bytes if free is not None else None
+        groups = _groups(self._queue)
+        taken: set[RowId] = set()
+        for first in self._queue:
+            # Members of a group come right behind one that is chosen now, and at their own rank else: behind one that
+            # waits, whoever joins its group later would pass all others.
+            for entry in itertools.chain((first,), groups.get(first.demand.group, ())):
+                if entry.row not in taken:
+                    full = (near if entry.is_short else rows) >= self._config.max_rows
+                    if not full and rows < 2 * self._config.max_rows:
+                        if (free is None or entry.bytes <= free) and self._lent(reserved + entry.bytes, lend):
+                            taken.add(entry.row)
+                            chosen.append(entry.row)
+                            rows += 1
+                            near += entry.is_short
+                            reserved += entry.bytes
+                            free = free - entry.bytes if free is not None else None
+                        elif entry is first and self._now - entry.arrived > PATIENCE:
+                            return tuple(chosen)  # what comes free is this one's
+                if first.row not in taken:
+                    break
         return tuple(chosen)
 
     def _prefill(self, *, decoding: int, saving: int) -> tuple[list[tuple[RowId, Call]], list[Entry]]:
@@ -335,7 +375,7 @@ class Scheduler:
                 finished.append(entry)
         return calls, finished
 
-    def _shared(self, decode: Sequence[Entry]) -> tuple[tuple[tuple[RowId, ...], ...], int]:
+    def _shared(self, decode: Sequence[Entry], lend: Callable[[int], int]) -> tuple[tuple[tuple[RowId, ...], ...], int]:
         """The decode calls and their padding. They stay until the rows change, or memory for padding is short."""
         rows = tuple(e.row for e in decode)
         free = self._free_bytes
@@ -343,7 +383,11 @@ class Scheduler:
         if rows != known or (free is not None and padding > free):
             found = self.footprint.share_calls([e.length for e in decode], room=free)
             calls, padding = tuple(tuple(rows[i] for i in call) for call in found.calls), found.padding
-            self._sharing = (rows, calls, padding)
+        active = self._config.active_bytes
+        if padding and active is not None and not self._lent(self.reserved_bytes + padding, lend):
+            found = self.footprint.share_calls([e.length for e in decode], room=max(0, active - self.reserved_bytes))
+            calls, padding = tuple(tuple(rows[i] for i in call) for call in found.calls), found.padding
+        self._sharing = (rows, calls, padding)
         return calls, padding
 
     @property
@@ -367,9 +411,10 @@ class Scheduler:
             del self._entries[row]
 
 
-def _by_group(queue: Sequence[Entry]) -> Iterable[Entry]:
-    """The queue in order, but members of a group right behind their first."""
-    groups: dict[object, list[Entry]] = {}
+def _groups(queue: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Who waits in each group, by rank."""
+    groups: dict[str, list[Entry]] = {}
     for entry in queue:
-        groups.setdefault(entry.demand.group or entry.row, []).append(entry)
-    return (entry for group in groups.values() for entry in group)
+        if entry.demand.group:
+            groups.setdefault(entry.demand.group, []).append(entry)
+    return groups

@@ -50,11 +50,15 @@ class Sequence:
         self.prefill_seconds = 0.0
         self.announced = False
         self.restore_tries = 0
+        self.rebuilding = False  # its state was lost in decode, and is computed again
         self.finish_reason: FinishReason | None = None
+        self.mark_at: int | None = None  # the reasoning's end, once it is known and asked for
+        self.mark_told = False
         self.stop: str | None = None
         self.stop_token_id: int | None = None
         self.lost = ""  # why state of a boundary that a handle needs is not stored
         self.ending = False  # computed to its end; what is left is to be stored
+        self.cancelled = False  # given up, but what it has is to be saved first
         self.hands_out_last = False  # then the last block is to be handed out
 
     @property
@@ -64,14 +68,25 @@ class Sequence:
         return generation is not None and (generation.save or generation.save_on_cancel)
 
     @property
+    def samples_next(self) -> bool:
+        """Whether the end of the prefill calls is where the next token is picked."""
+        return self.work.generation is not None and not self.rebuilding
+
+    @property
     def explicit(self) -> bool:
         """Whether a caller holds on to what is stored: then it is not skipped when the writer is busy."""
-        return bool(self.work.keep) or self.keeps_state or self.rehomes
+        return bool(self.work.keep) or self.keeps_state or self.rehomes or self._marks_reasoning
 
     @property
     def keeps_decoded(self) -> bool:
         """Whether blocks that decode makes are worth keeping."""
-        return self.keeps_state or self._share_decoded
+        return self.keeps_state or self._share_decoded or self._marks_reasoning
+
+    @property
+    def _marks_reasoning(self) -> bool:
+        """Whether the reasoning's end is asked for, and still ahead."""
+        generation = self.work.generation
+        return generation is not None and generation.mark_reasoning and not self.mark_told
 
     def take_at(self, end: int) -> Take:
         """What to keep at the boundary or place `end`: all of a place that was asked for, else as the policy says."""
@@ -79,12 +94,15 @@ class Sequence:
         if self.keeps(end):
             return Take(self._layout.kinds)
         places = [*self.work.keep, base.end] if self.rehomes and base is not None else self.work.keep
-        return take_at(self._policy, self._layout, end, places=places, open_end=self.keeps_state)
+        return take_at(
+            self._policy, self._layout, end, places=places, open_end=self.keeps_state or self._marks_reasoning
+        )
 
     def keeps(self, end: int) -> bool:
-        """Whether the state at exactly `end` of the prompt is wanted, with its logits."""
+        """Whether the state at exactly `end` is wanted, with its logits."""
         base = self.work.base
-        return end in self.work.keep or (self.rehomes and base is not None and end == base.end)
+        marked = end == self.mark_at and not self.mark_told
+        return marked or end in self.work.keep or (self.rehomes and base is not None and end == base.end)
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""
@@ -95,12 +113,7 @@ class Sequence:
             # The payloads go on to the engine; only what the receipt needs stays here.
             self._disk_tokens = disk_tokens(lookup.plan, read.tiers)
             self._disk_bytes = read.bytes_from(Tier.DISK)
-            self.restored = Restored(
-                position=lookup.position,
-                kinds=tuple(record.kind for record in lookup.plan.records),
-                starts=lookup.plan.starts,
-                payloads=tuple(read.payloads),
-            )
+        self._take_over(lookup, read)
         if self.position == self.prompt_tokens:
             return []
         stops = set(self.work.keep)
@@ -108,6 +121,23 @@ class Sequence:
             assert self.work.base is not None
             stops.add(self.work.base.end)
         return plan_calls(self.position, self.prompt_tokens, stops, lookup.replay)
+
+    def rebuilt_from(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
+        """The calls that lead back to where the lost state stood; the receipt and the tree know nothing of them."""
+        self._take_over(lookup, read)
+        # The prompt is cut where it was cut before; for what was generated any cut is as good as another.
+        cuts = {*self.work.keep, self.prompt_tokens, *lookup.replay}
+        return plan_calls(lookup.position, self.position, (), cuts) if lookup.position < self.position else []
+
+    def _take_over(self, lookup: Lookup, read: FetchResult | None) -> None:
+        """What was read goes to the engine with the row's next order."""
+        if lookup.plan is not None and read is not None:
+            self.restored = Restored(
+                position=lookup.position,
+                kinds=tuple(record.kind for record in lookup.plan.records),
+                starts=lookup.plan.starts,
+                payloads=tuple(read.payloads),
+            )
 
     @property
     def rehomes(self) -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from kvcache.receipt import MissReason, Usage
 from kvcache.tree import Node
-from service.events import FinishReason, Timing
-from service.plan import Picked
+from service.events import FinishReason, TextChannel, Timing
+from service.plan import Picked, TokenMask
 from service.request import Sampling, Stopping
 from service.text.stream import TextStream
 
@@ -27,6 +27,8 @@ class Generation:
     text: TextStream
     save: bool  # hand out the node at the end
     save_on_cancel: bool
+    constraint: TokenMask | None = None
+    mark_reasoning: bool = False  # hand out the node at the reasoning's end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +72,17 @@ class NodeAt:
     lost: str
     final: bool  # the end of a generation, not a declared place
     rehome: bool = False  # the parent's state, computed again
+    reasoning_end: bool = False  # a declared place, beyond the prompt
 
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens picked since the last event. Mutable: pending ones merge while the reader is slow."""
+    """Tokens of one channel picked since the last event. Mutable: pending ones merge while the reader is slow."""
 
     text: str
     first_position: int
     picked: list[Picked] = field(default_factory=list)
+    channel: TextChannel = TextChannel.ANSWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,8 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "share_decoded": "yes",
         "drain_seconds": "15s",
         "write_stall_seconds": "16s",
+        "watchdog_seconds": "17s",
+        "engine_restarts": "18",
         "log_level": "debug",
         "log_format": "json",
     }
@@ -123,6 +125,8 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         share_decoded=True,
         drain_seconds=15.0,
         write_stall_seconds=16.0,
+        watchdog_seconds=17.0,
+        engine_restarts=18,
         log_level="debug",
         log_format="json",
     )

@@ -87,6 +87,7 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "mlx": ("service.engine", "service.models", "kvcache.mlx_arrays"),
     "mlx_lm": ("service.engine", "service.models"),
     "grpc": ("service.rpc", "kvfork_client"),
+    "llguidance": ("service.text.constraint",),
     "kvfork": ("service.rpc", "kvfork_client"),
     "service.app": ("service.cli",),
     "service.cli": ("service.cli", "service.__main__"),

@@ -131,7 +131,7 @@ class _Loop:
         with reply.generation, stop_on_interrupt(reply.generation):
             for event in reply.events:
                 if isinstance(event, Delta) and not self._json:
-                    print(event.text, end="", flush=True)
+                    output.print_delta(event)
         kept = self._conversation.finish(reply)
         finished = reply.generation.finished
         assert finished is not None  # else the events would have ended with an error

@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfork_client import Client, InputLike, Sampling, SaveOptions, Stopping
+    from kvfork_client import Client, Constraint, InputLike, Sampling, SaveOptions, Stopping
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"  # where `kvfork serve` listens
 
@@ -45,6 +46,17 @@ def generation_flags() -> argparse.ArgumentParser:
     group.add_argument("--seed", type=count, metavar="N", help="same seed, same text")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     return flags
+
+
+def constraint_flags(parser: argparse.ArgumentParser) -> None:
+    """What the new text must look like."""
+    group = parser.add_argument_group("form of the text").add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE", help='JSON of the schema in this file, or "{…}" itself')
+    group.add_argument("--regex", metavar="PATTERN", help="text that the pattern matches as a whole")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="this text or another one; repeatable")
+    parser.add_argument(
+        "--after-reasoning", action="store_true", help="the form is that of the answer; the model may reason before it"
+    )
 
 
 def form_flags(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +131,23 @@ def stopping(args: argparse.Namespace) -> Stopping:
     from kvfork_client import Stopping
 
     return Stopping(max_tokens=args.max_tokens, stop=args.stop)
+
+
+def constraint(args: argparse.Namespace) -> Constraint | None:
+    """Raises UsageError for a file that cannot be read, or a flag without a form that it is about."""
+    from kvfork_client import Constraint
+
+    schema = args.json_schema
+    if schema is not None and not schema.lstrip().startswith("{"):
+        try:
+            schema = Path(schema).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json-schema: {error}") from None
+    if schema is None and args.regex is None and args.choice is None:
+        if args.after_reasoning:
+            raise UsageError("--after-reasoning needs --json-schema, --regex or --choice")
+        return None
+    return Constraint(json_schema=schema, regex=args.regex, choice=args.choice, after_reasoning=args.after_reasoning)
 
 
 def save_options(args: argparse.Namespace, snapshot_id: str = "") -> SaveOptions:

@@ -1,4 +1,7 @@
-"""`kvfork generate`: one generation, streamed. Text goes to stdout; receipt, names and progress to stderr."""
+"""`kvfork generate`: one generation, streamed.
+
+Answer and tool calls go to stdout; reasoning, receipt, names and progress to stderr.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ examples:
   kvfork generate "Make it cheaper." --parent plan-0001      … and go on from there
   kvfork generate --parent plan-0001 --seed 7                another try from the same place
   kvfork generate --raw "Once upon a time" --temperature 0   no chat template
+  kvfork generate "Is water wet?" --choice yes --choice no   one of these texts
+  kvfork generate "Describe Ada." --json-schema ada.json     JSON of that schema
 
 --save and --mark-prompt-end take a name of your choice or none, so put them behind the prompt.
 Ctrl-C ends the generation cleanly: its text, snapshot and receipt are kept.
@@ -34,6 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help='the text; "-" or nothing: read it from stdin')
     parser.add_argument("--parent", metavar="NAME", help="go on from this snapshot; needs no prompt then")
     flags.form_flags(parser)
+    flags.constraint_flags(parser)
     keep = parser.add_argument_group("keeping state")
     keep.add_argument("--save", nargs="?", const="", metavar="ID", help="keep the final state as a snapshot")
     keep.add_argument(
@@ -76,6 +82,7 @@ def _start(client: Client, args: argparse.Namespace) -> tuple[Generation, Iterat
             stopping=flags.stopping(args),
             save=False if args.save is None else flags.save_options(args, args.save),
             marks=marks,
+            constraint=flags.constraint(args),
             progress=args.json or sys.stderr.isatty(),
         )
 
@@ -104,7 +111,7 @@ def _stream_text(generation: Generation, events: Iterator[Event]) -> None:
             if shows_progress:
                 print("\r\033[K", end="", file=sys.stderr, flush=True)  # the text takes the line over
                 shows_progress = False
-            print(event.text, end="", flush=True)
+            output.print_delta(event)
     if not generation.text.endswith("\n"):
         print()
     print_end(generation)

@@ -1,4 +1,4 @@
-"""How the talking commands print: tables, receipts, sizes, JSON lines. Pure but for the two `print_` functions."""
+"""How the talking commands print: tables, receipts, sizes, JSON lines. Pure but for the `print_` functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfork_client import KVForkError, SnapshotInfo, Usage
+    from kvfork_client import Delta, KVForkError, SnapshotInfo, Usage
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -121,6 +121,18 @@ def to_json(value: object) -> Json:
 def print_json(**fields: object) -> None:
     """One JSON object on a line of its own."""
     print(json.dumps({name: to_json(value) for name, value in fields.items()}, ensure_ascii=False), flush=True)
+
+
+def print_delta(delta: Delta) -> None:
+    """New text as it comes: reasoning on stderr, so that what is piped on is the answer; anything else on stdout."""
+    from kvfork_client import Channel
+
+    if delta.channel is not Channel.REASONING:
+        print(delta.text, end="", flush=True)
+    elif sys.stderr.isatty():
+        print(f"\033[2m{delta.text}\033[0m", end="", file=sys.stderr, flush=True)
+    else:
+        print(delta.text, end="", file=sys.stderr, flush=True)
 
 
 def print_error(error: KVForkError, *, as_json: bool) -> None:

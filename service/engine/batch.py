@@ -5,13 +5,17 @@ Both forms take rows in normal form and give them back in normal form; a row's p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import mlx.core as mx
 
 from kvcache.layout import CacheLayout
 from service.engine import layers
+from service.engine.hold import Held
 from service.plan import Capture, Payloads, RowId
+
+Undo = Callable[[], None]
 
 
 class DecodeBatch(Protocol):
@@ -35,12 +39,16 @@ class DecodeBatch(Protocol):
         """Feeds each row one token; next-token logits (rows, vocab)."""
         ...
 
+    def hold(self) -> Undo:
+        """Call what it returns to go back to this moment should the next `join` or `step` raise."""
+        ...
+
     def live(self) -> list[mx.array]:
         """Every array that holds state."""
         ...
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        """The records of a row that stands at `what.end`."""
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        """The records of a row that stands at `what.end`; `logits` (1, vocab) are those of its last position."""
         ...
 
 
@@ -73,11 +81,20 @@ class OneCall:
     def step(self, model, tokens: list[int]) -> mx.array:
         return model(mx.array(tokens, dtype=mx.uint32)[:, None], cache=self._batch)[:, -1, :]
 
+    def hold(self) -> Undo:
+        held, batch, rows = Held(self._batch or []), self._batch, list(self.rows)
+
+        def undo() -> None:
+            held.put_back()
+            self._batch, self.rows = batch, rows
+
+        return undo
+
     def live(self) -> list[mx.array]:
         return [] if self._batch is None else layers.live_arrays(self._batch)
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        return layers.capture_batched(self._batch, self.rows.index(row), self._layout, what)
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        return layers.capture_batched(self._batch, self.rows.index(row), self._layout, what, logits)
 
 
 class OneCallEach:
@@ -111,8 +128,17 @@ class OneCallEach:
         fed = zip(tokens, self._caches.values(), strict=True)
         return mx.concatenate([model(mx.array([[t]], dtype=mx.uint32), cache=c)[:, -1, :] for t, c in fed])
 
+    def hold(self) -> Undo:
+        held, rows = Held([cache for caches in self._caches.values() for cache in caches]), dict(self._caches)
+
+        def undo() -> None:
+            held.put_back()
+            self._caches = rows
+
+        return undo
+
     def live(self) -> list[mx.array]:
         return [array for caches in self._caches.values() for array in layers.live_arrays(caches)]
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        return layers.capture(self._caches[row], self._layout, what, None)
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        return layers.capture(self._caches[row], self._layout, what, logits)

@@ -109,4 +109,6 @@ def largest(scores: Floats, count: int) -> NDArray[np.intp]:
 def log_total(logits: Floats) -> float:
     """log Σ exp over `logits` (vocab,)."""
     largest = float(logits.max())
-    return largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
+    with np.errstate(over="ignore"):  # as in `draw`: what is that far below is -inf
+        below = logits - np.float32(largest)
+    return largest + math.log(float(np.exp(below).sum(dtype=np.float64)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvcache.blocks import token_bytes
 from kvcache.layout import CacheLayout, LayerKind
 from kvcache.records import RecordKind
+from service.errors import CallError
 from service.footprint import Footprint
 from service.plan import Capture, OpenRow, Payloads, Picked, Prefill, Restored, RowId, StepPlan, StepResult
 from service.request import Sampling
@@ -36,6 +37,7 @@ class _Row:
     logits: bytes | None = None
     token: int | None = None  # picked, not yet fed
     drawn: int = 0
+    lost: bool = False  # its state went with a call that failed
 
 
 class FakeEngine:
@@ -58,7 +60,8 @@ class FakeEngine:
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         for order in plan.open:
-            assert order.row not in self._rows, f"row {order.row} was opened twice"
+            known = self._rows.get(order.row)
+            assert known is None or known.lost, f"row {order.row} was opened twice"
             self._guard(order.row, result, lambda order=order: self._open(order))
         for call in plan.prefill:
             assert call.row in self._rows or call.row in result.failed, f"row {call.row} is not open"
@@ -96,12 +99,12 @@ class FakeEngine:
             return
         try:
             act()
-        except ValueError as error:  # a row's own failure; anything else is a broken engine
+        except (ValueError, CallError) as error:  # a row's own failure; anything else is a broken engine
             result.failed[row] = error
 
     def _open(self, order: OpenRow) -> None:
-        row = _Row(order, [])
-        self._rows[order.row] = row
+        row = self._rows.setdefault(order.row, _Row(order, []))
+        row.tokens, row.state, row.lost = [], START, False
         if order.restored is not None:
             self._restore(row, order.restored)
 
@@ -115,6 +118,7 @@ class FakeEngine:
 
     def _decode(self, name: RowId, capture: Capture | None, result: StepResult) -> None:
         row = self._rows[name]
+        assert not row.lost, f"row {name} has no state"
         assert row.token is not None, f"row {name} has picked nothing to feed"
         self._feed(row, [row.token])
         row.logits = row.state
@@ -127,7 +131,14 @@ class FakeEngine:
         assert row.logits is not None, f"row {name} has no logits to pick from"
         row.token = self._next(row.logits, row.order.sampling, row.drawn)
         row.drawn += 1
-        result.picked[name] = Picked(row.token)
+        constraint = row.order.constraint
+        if constraint is None:
+            result.picked[name] = Picked(row.token)
+            return
+        allowed = constraint.allowed()
+        fitting = [token for token in range(self._vocab) if allowed[token >> 3] >> (token & 7) & 1]
+        row.token = fitting[row.token % len(fitting)]
+        result.picked[name] = Picked(row.token, last=constraint.took(row.token))
 
     # -- state ----------------------------------------------------------------------------------------------------
 

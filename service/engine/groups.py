@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from kvcache.layout import CacheLayout
-from service.engine.batch import OneCall, OneCallEach
+from service.engine.batch import OneCall, OneCallEach, Undo
 from service.plan import Capture, Payloads, RowId
 
 
@@ -75,8 +75,17 @@ class Groups:
                 logits.append(batch.step(model, [next(fed) for _ in batch.rows]))
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
+    def hold(self) -> Undo:
+        undos = [batch.hold() for batch in self._batches]
+
+        def undo() -> None:
+            for each in undos:
+                each()
+
+        return undo
+
     def live(self) -> list[mx.array]:
         return [array for batch in self._batches for array in batch.live()]
 
-    def capture(self, row: RowId, what: Capture) -> Payloads:
-        return self._homes[row].capture(row, what)
+    def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        return self._homes[row].capture(row, what, logits)

@@ -108,12 +108,16 @@ def capture(caches: list, layout: CacheLayout, what: Capture, logits: mx.array |
     return {kind: to_payload(arrays) for kind, arrays in groups.items()}
 
 
-def capture_batched(batch: list, index: int, layout: CacheLayout, what: Capture) -> dict[RecordKind, bytearray]:
-    """The same from row `index` of the decode batch, without logits."""
+def capture_batched(
+    batch: list, index: int, layout: CacheLayout, what: Capture, logits: mx.array | None
+) -> dict[RecordKind, bytearray]:
+    """The same from row `index` of the decode batch."""
     groups = _groups(what)
-    assert RecordKind.LOGITS not in groups, "logits were asked for where none were computed"
     for number, leaf, group in _recorded(batch, layout, groups):
         _add(group, number, policy_of(leaf).capture_row(leaf, index, what.start, what.end))
+    if RecordKind.LOGITS in groups:
+        assert logits is not None, "logits were asked for where none were computed"
+        groups[RecordKind.LOGITS] = {LOGITS: logits}
     return {kind: to_payload(arrays) for kind, arrays in groups.items()}
 
 

@@ -2,31 +2,50 @@
 
 Runs on the engine thread only. A row is either *apart*, with caches of its own in normal form, or in the decode batch.
 Prefill runs apart, one row a call, as the canonical schedule says; decode runs the batch (`batch`).
+
+A decode call that fails ends nobody but the culprit. If it could not be built, its rows are as they were (`hold`) and
+make the step one by one. If it failed while it was computed, its rows' state is lost: the caller opens them again, up
+to the token that they picked last, and they make their next step one by one.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
 
 from kvcache.layout import CacheLayout
 from service.engine import cpu, layers
 from service.engine.groups import decode_batch
 from service.engine.heads import last_position
-from service.engine.sampling import RowSampler, pick_all
+from service.engine.sampling import Mask, RowSampler, pick_all
 from service.engine.upstream import make_prompt_cache
 from service.footprint import Footprint
-from service.plan import Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
+from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult, TokenMask
+
+log = logging.getLogger("kvfork.engine")
+
+FAILED_CALLS = 2  # after more of them a row stays alone: with others it fails, and by itself nobody does
 
 
 @dataclass(slots=True)
 class _Row:
-    caches: list | None  # None while in the batch
+    caches: list | None  # None while in the batch, or lost
     sampler: RowSampler | None
+    constraint: TokenMask | None = None
     logits: mx.array | None = None  # (1, vocab), of the last position
     token: int | None = None  # picked, not yet fed
+    alone: bool = False  # decodes in a call of its own
+    failed_calls: int = 0  # decode calls that failed with this row and others in them
+
+    def part(self) -> None:
+        """A call with this row and others in it failed."""
+        self.caches, self.logits, self.alone = None, None, True
+        self.failed_calls += 1
 
 
 class MlxEngine:
@@ -43,7 +62,7 @@ class MlxEngine:
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
-        self._leave(plan.leave)
+        self._leave(plan.leave, result)
         payloads = layers.SharedPayloads([order.restored for order in plan.open if order.restored is not None])
         for order in plan.open:
             self._guard(order.row, result, self._open, order, payloads)
@@ -85,8 +104,9 @@ class MlxEngine:
         sampler = None
         if order.sampling is not None:
             sampler = RowSampler(order.sampling, order.top_logprobs, order.context)
-        row = _Row(make_prompt_cache(self._model), sampler)
-        self._rows[order.row] = row
+        # One whose state was lost keeps all else.
+        row = self._rows.setdefault(order.row, _Row(None, sampler, order.constraint))
+        row.caches = make_prompt_cache(self._model)
         if order.restored is not None:
             row.logits = layers.restore(row.caches, self._layout, order.restored, payloads)
 
@@ -98,65 +118,168 @@ class MlxEngine:
         # Without the logits in the list, MLX never computes the head of the model for this call.
         row.logits = logits[:, -1, :] if call.logits else None
         mx.eval(layers.live_arrays(row.caches), *([row.logits] if call.logits else []))
-        row.token = None
         result.prefill_tokens += len(call.tokens)
         if call.capture is not None:
             result.captured[call.row] = layers.capture(row.caches, self._layout, call.capture, row.logits)
 
     def _sample(self, rows: list[RowId], result: StepResult) -> None:
+        """The first token of each row. Together; if that raises, each by itself, so that only the culprit ends."""
         if not rows:
             return
-        logits = mx.concatenate([self._rows[row].logits for row in rows])
-        self._take(rows, pick_all(logits, [self._rows[row].sampler for row in rows]), result)
+        try:
+            logits = mx.concatenate([self._rows[row].logits for row in rows])
+            picks = self._picks(rows, logits)
+        except Exception as error:
+            if len(rows) == 1:
+                result.failed[rows[0]] = error
+            else:
+                for row in rows:
+                    self._sample([row], result)
+            return
+        self._take(rows, picks, result)
 
     def _decode(self, order: Decode, result: StepResult) -> None:
-        self._leave([row for row in self._batch.rows if row not in order.rows])
+        self._leave([row for row in self._batch.rows if row not in order.rows], result)
         rows = [row for row in order.rows if row not in result.failed]
+        self._arrange(order, result)
+        rows = [row for row in rows if row not in result.lost and row not in result.failed]
+        self._join([row for row in rows if not self._rows[row].alone and row not in self._batch.rows])
+        if self._batch.rows:
+            self._together(order, result)
+        for row in rows:
+            if self._rows[row].alone and row not in result.lost:
+                self._guard(row, result, self._by_itself, row, order, result)
+
+    def _together(self, order: Decode, result: StepResult) -> None:
+        """One call for the whole batch. If it fails its rows go on one by one, and the culprit shows itself."""
+        rows = list(self._batch.rows)
+        undo = self._batch.hold()
         try:
-            self._batch.arrange(order.shared or (order.rows,))
-            self._join([row for row in rows if row not in self._batch.rows])
-            if not self._batch.rows:
+            logits = self._batch.step(self._model, [self._rows[row].token for row in rows])
+        except Exception as error:  # nothing was computed: whoever is to blame raises again in a call of its own
+            if len(rows) == 1:
+                result.failed[rows[0]] = error
                 return
-            logits = self._batch.step(self._model, [self._rows[row].token for row in self._batch.rows])
-            # With the state: recurrent state that no logit needed yet would grow its graph.
-            mx.eval(logits, self._batch.live())
-            picks = pick_all(logits, [self._rows[row].sampler for row in self._batch.rows])
-            for row, what in order.captures.items():
-                if row in self._batch.rows:
-                    result.captured[row] = self._batch.capture(row, what)
-        except Exception as error:  # the batch's state is unknown now: its rows end, the engine goes on
+            log.warning("a decode call of %d rows failed (%s); one call each", len(rows), type(error).__name__)
+            undo()
             for row in rows:
-                result.failed[row] = error
-            self._batch = decode_batch(self._layout)
+                self._rows[row].part()
+            self._leave(rows, result)
             return
-        self._take(list(self._batch.rows), picks, result)
+        del undo  # else every cache would be copied
+        try:
+            # With the state: recurrent state that no logit needed yet would grow its graph.
+            picks = self._picks(rows, logits, self._batch.live())
+        except Exception as error:  # raised before any row has taken a token
+            self._lose(rows, error, result)
+            return
+        for row, what in order.captures.items():
+            if row in self._batch.rows:
+                at = rows.index(row)
+                self._guard(row, result, self._capture, row, what, logits[at : at + 1], result)
+        self._take(rows, picks, result)
+
+    def _lose(self, rows: list[RowId], error: Exception, result: StepResult) -> None:
+        """MLX raises once; what a failed evaluation left behind looks computed and may be rubbish. All of it goes."""
+        self._batch = decode_batch(self._layout)
+        if len(rows) == 1:
+            result.failed[rows[0]] = error
+            return
+        log.warning("a decode call of %d rows failed (%s); all start anew", len(rows), type(error).__name__)
+        for row in rows:
+            self._rows[row].part()
+            result.lost[row] = error
+
+    def _by_itself(self, name: RowId, order: Decode, result: StepResult) -> None:
+        """One row's own call: after a batch that failed, and always for a row that fits into no batch."""
+        row = self._rows[name]
+        logits = self._model(mx.array([[row.token]], dtype=mx.uint32), cache=row.caches)[:, -1, :]
+        layers.normalise(row.caches)
+        (pick,) = self._picks([name], logits, layers.live_arrays(row.caches))
+        if name in order.captures:
+            result.captured[name] = layers.capture(row.caches, self._layout, order.captures[name], logits)
+        row.alone = row.failed_calls > FAILED_CALLS
+        self._take([name], [pick], result)
+
+    def _capture(self, row: RowId, what: Capture, logits: mx.array, result: StepResult) -> None:
+        result.captured[row] = self._batch.capture(row, what, logits)
+
+    def _picks(self, rows: list[RowId], logits: mx.array, state: Sequence[mx.array] = ()) -> list[Picked | Exception]:
+        """A pick for each row of `logits` (rows, vocab), evaluated with `state`; masks are made meanwhile."""
+        constrained = [i for i, row in enumerate(rows) if self._rows[row].constraint is not None]
+        if constrained:
+            mx.async_eval(logits, *state)
+        masks = {i: _mask(self._rows[rows[i]].constraint, logits.shape[-1]) for i in constrained}
+        mx.eval(logits, *state)
+        return pick_all(logits, [self._rows[row].sampler for row in rows], masks)
 
     def _take(self, rows: list[RowId], picks: list[Picked | Exception], result: StepResult) -> None:
         for name, pick in zip(rows, picks, strict=True):
+            if name in result.failed:
+                continue
             if isinstance(pick, Exception):
                 result.failed[name] = pick
             else:
-                self._rows[name].token = pick.token
-                result.picked[name] = pick
+                self._guard(name, result, self._took, name, pick, result)
+
+    def _took(self, name: RowId, pick: Picked, result: StepResult) -> None:
+        row = self._rows[name]
+        row.token = pick.token
+        if row.constraint is not None and row.constraint.took(pick.token):
+            pick = replace(pick, last=True)
+        result.picked[name] = pick
 
     # -- the batch ------------------------------------------------------------------------------------------------
 
     def _join(self, rows: list[RowId]) -> None:
-        if not rows:
-            return
-        self._batch.join(rows, [self._rows[row].caches for row in rows])
+        """Takes rows into the batch, together if that goes, else those that can; the others go on alone."""
+        if rows and not self._joined(rows) and len(rows) > 1:
+            for row in rows:
+                self._joined([row])
+
+    def _joined(self, rows: list[RowId]) -> bool:
+        undo = self._batch.hold()
+        try:
+            self._batch.join(rows, [self._rows[row].caches for row in rows])
+        except Exception as error:  # caches that upstream cannot put side by side are no fault of their rows
+            undo()
+            if len(rows) == 1:
+                log.warning("row %d decodes in calls of its own: %s", rows[0], error)
+                self._rows[rows[0]].alone, self._rows[rows[0]].failed_calls = True, FAILED_CALLS + 1
+            return False
         for row in rows:
             self._rows[row].caches = None
             self._rows[row].logits = None
+        return True
 
-    def _leave(self, rows) -> None:
+    def _arrange(self, order: Decode, result: StepResult) -> None:
+        """Moves rows between calls as the scheduler says."""
+        try:
+            self._batch.arrange(order.shared or (order.rows,))
+        except Exception as error:  # rows are half moved: whose caches are whole, nobody knows
+            self._lose(list(self._batch.rows), error, result)
+
+    def _leave(self, rows: Iterable[RowId], result: StepResult) -> None:
         """Takes rows out of the batch into caches of their own."""
         going = [row for row in rows if row in self._batch.rows]
         for row in going:
-            self._rows[row].caches = self._batch.extract(row)
+            self._guard(row, result, self._extract, row)
         self._batch.drop(going)
+
+    def _extract(self, row: RowId) -> None:
+        self._rows[row].caches = self._batch.extract(row)
 
     def _close(self, rows: set[RowId]) -> None:
         self._batch.drop([row for row in self._batch.rows if row in rows])
         for row in rows:
             self._rows.pop(row, None)
+
+
+def _mask(constraint: TokenMask, vocab_size: int) -> Mask | Exception:
+    """True for each token that may be picked, (vocab_size,); what a constraint raises is its row's end."""
+    try:
+        bits = np.unpackbits(np.frombuffer(constraint.allowed(), dtype=np.uint8), bitorder="little")[:vocab_size]
+    except Exception as error:  # whatever a grammar can raise must not end the other rows
+        return error
+    # A head may be wider than the vocabulary: what lies beyond is no token.
+    return np.pad(bits, (0, vocab_size - len(bits))).view(np.bool_)

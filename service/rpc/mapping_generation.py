@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import types_pb2 as pb
 
-from service.request import Output, Sampling, Stopping
+from service.request import Constraint, Form, Output, Sampling, Stopping
 from service.rpc.fields import MAX_TOKEN_ID, Fields, quoted
 from service.rpc.mapping_input import read_token_ids
 
@@ -17,6 +17,9 @@ MAX_STOPS = 32
 MAX_STOP_BYTES = 1024  # text is held back while it could still become a stop string
 MAX_STOP_IDS = 256
 MAX_TOP_LOGPROBS = 20  # the contract's
+MAX_CONSTRAINT_BYTES = 64 << 10  # the contract's: what can be compiled in some tenths of a second
+MAX_CHOICES = 256
+MAX_CHOICE_BYTES = 1024
 
 
 def read_sampling(message: pb.Sampling, path: str, fields: Fields) -> Sampling:
@@ -80,6 +83,27 @@ def read_stopping(message: pb.Stopping, path: str, fields: Fields) -> Stopping:
         if message.HasField("time_limit")
         else None,
     )
+
+
+def read_constraint(message: inference_pb.Constraint, fields: Fields) -> Constraint:
+    """A form by its kind; whether it can be compiled is the core's to find out."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        fields.wrong("constraint", "one of json_schema, regex, lark and choice must be set")
+        return Constraint(form=Form.REGEX)
+    if kind == "choice":
+        options = tuple(message.choice.options)
+        if not 1 <= len(options) <= MAX_CHOICES:
+            fields.wrong("constraint.choice.options", f"must be 1 to {MAX_CHOICES}, are {len(options)}")
+        for index, option in enumerate(options[:MAX_CHOICES]):
+            if not 1 <= len(option.encode()) <= MAX_CHOICE_BYTES:
+                text = f"must have 1 to {MAX_CHOICE_BYTES} bytes, has {len(option.encode())}"
+                fields.wrong(f"constraint.choice.options[{index}]", text)
+        return Constraint(form=Form.CHOICE, options=options, after_reasoning=message.after_reasoning)
+    text = getattr(message, kind)
+    if not 1 <= len(text.encode()) <= MAX_CONSTRAINT_BYTES:
+        fields.wrong(f"constraint.{kind}", f"must have 1 to {MAX_CONSTRAINT_BYTES} bytes, has {len(text.encode())}")
+    return Constraint(form=Form(kind), text=text, after_reasoning=message.after_reasoning)
 
 
 def read_output(message: inference_pb.OutputOptions, path: str, fields: Fields) -> Output:

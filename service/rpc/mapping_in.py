@@ -1,14 +1,13 @@
 """Requests of InferenceService into calls. Total and pure; owns their static validation, nothing that needs a lookup.
 
-Every reader gathers all that is wrong and raises one `InvalidField`; only a request without a wrong field can be
-`Unsupported`. What depends on the model, the store or the clock is checked by the core.
+Every reader gathers all that is wrong and raises one `InvalidField`. What depends on the model, the store or the clock
+is checked by the core.
 """
 
 from __future__ import annotations
 
 from kvfork.v1 import inference_service_pb2 as inference_pb
 
-from service.errors import FieldViolation, Unsupported
 from service.events import LimitsView
 from service.request import (
     Branch,
@@ -23,7 +22,7 @@ from service.request import (
     Rounding,
 )
 from service.rpc.fields import Fields
-from service.rpc.mapping_generation import read_output, read_sampling, read_stopping
+from service.rpc.mapping_generation import read_constraint, read_output, read_sampling, read_stopping
 from service.rpc.mapping_input import read_input
 from service.rpc.mapping_save import distinct_ids, read_marks, read_save
 
@@ -60,16 +59,12 @@ def read_generate(request: inference_pb.GenerateRequest, limits: LimitsView, *, 
         save_on_cancel=request.save_on_cancel,
         max_recompute_tokens=request.max_recompute_tokens if request.HasField("max_recompute_tokens") else None,
         marks=marks,
+        constraint=read_constraint(request.constraint, fields) if request.HasField("constraint") else None,
         priority=request.priority,
         request_id=fields.request_id("request_id", request.request_id),
         deadline=deadline,
     )
     fields.check()
-    if request.HasField("constraint"):
-        raise _later("constraint", "constrained output")
-    for index, mark in enumerate(marks):
-        if mark.landmark in (Landmark.REASONING_START, Landmark.REASONING_END):
-            raise _later(f"marks[{index}].landmark", "telling the model's reasoning apart")
     return call
 
 
@@ -180,8 +175,3 @@ def _read_source(
     if not request.parent:
         fields.wrong("input", "must be set without a parent")
     return None
-
-
-def _later(path: str, what: str) -> Unsupported:
-    violation = FieldViolation(path, f"{what} comes in a later version")
-    return Unsupported(f"{path}: {violation.text}", fields=(violation,), hint="leave the field unset")

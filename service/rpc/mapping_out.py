@@ -29,6 +29,7 @@ from service.events import (
     SnapshotView,
     Started,
     StatsView,
+    TextChannel,
     Timing,
     TokenLogprob,
 )
@@ -60,6 +61,12 @@ _MODEL_STATES = {
     ModelState.LOADING: server_pb.Model.STATE_LOADING,
     ModelState.READY: server_pb.Model.STATE_READY,
     ModelState.FAILED: server_pb.Model.STATE_FAILED,
+}
+
+_CHANNELS = {
+    TextChannel.ANSWER: inference_pb.CHANNEL_UNSPECIFIED,
+    TextChannel.REASONING: inference_pb.CHANNEL_REASONING,
+    TextChannel.TOOL_CALL: inference_pb.CHANNEL_TOOL_CALL,
 }
 
 
@@ -99,6 +106,7 @@ def _delta(event: Delta) -> inference_pb.Delta:
         token_count=event.token_count,
         token_ids=event.token_ids,
         logprobs=[_logprob(logprob) for logprob in event.logprobs],
+        channel=_CHANNELS[event.channel],
     )
 
 

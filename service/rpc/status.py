@@ -39,7 +39,7 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     errors.ModelMismatch: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ModelChanged: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EngineDown: grpc.StatusCode.UNAVAILABLE,
-    errors.EngineFailed: grpc.StatusCode.INTERNAL,
+    errors.EngineFailed: grpc.StatusCode.UNAVAILABLE,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ActiveMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -57,6 +57,7 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     errors.TurnOpen: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TemplateNotAppendable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TemplateMissing: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ConstraintFailed: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RequestInProgress: grpc.StatusCode.ABORTED,
     errors.RequestIdReused: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PageTokenInvalid: grpc.StatusCode.INVALID_ARGUMENT,
@@ -86,10 +87,11 @@ def status_of(error: CallError, *, incident: str = "", names_snapshot: bool = Fa
     """The status to end a call with.
 
     `incident` leads from an internal error to the log. `names_snapshot` says that the request needs this very
-    instance, so that a client's own retry policy must not carry it elsewhere while this one drains.
+    instance, so that a client's own retry policy must not carry it elsewhere while this one drains. That policy must
+    not repeat a call either that may have brought the model thread down.
     """
     code = code_of(error)
-    stay = isinstance(error, errors.Draining) and names_snapshot
+    stay = (isinstance(error, errors.Draining) and names_snapshot) or isinstance(error, errors.EngineFailed)
     rich = status_pb2.Status(
         code=code.value[0],
         message=_cut_text(f"{error.text} ({error.hint})" if error.hint else error.text),

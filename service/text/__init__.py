@@ -6,5 +6,8 @@ turns       where in a turn a context of token ids ends
 chat        a conversation, or new turns for a context, as token ids
 detokenize  picked ids to valid UTF-8, one at a time
 stops       stop strings across token borders
-stream      the two joined for one generation: what to show and when to end
+channels    answer, reasoning and tool calls told apart in a stream of text
+formats     which marks a model writes around them
+constraint  which tokens may come next for the text to have a form (llguidance)
+stream      all of it joined for one generation: what to show, as what, and when to end
 """

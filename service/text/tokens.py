@@ -63,9 +63,11 @@ class TextCodec:
         self.added_ids = frozenset(self._added)
         self.special_ids = frozenset(token for token, added in self._added.items() if added.special)
         self.vocab_size = vocab_size or max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self._added_ids_of = {str(added.content): token for token, added in self._added.items()}
         self.eos_ids = eos_ids
         self.bos_id: int | None = tokenizer.bos_token_id
         self.has_template = tokenizer.chat_template is not None
+        self.template_source = _template_text(tokenizer.chat_template)
         plain = self.encode("a")
         whole: list[int] = backend.encode("a", add_special_tokens=True).ids
         at = _find(whole, plain)
@@ -147,6 +149,10 @@ class TextCodec:
     def longest_token_bytes(self) -> int:
         """The most bytes of text that one token can stand for."""
         return max((len(self.token_bytes(token)) for token in self._backend.get_vocab().values()), default=1)
+
+    def added_id(self, text: str) -> int | None:
+        """The id of an added token by its text; None if there is none."""
+        return self._added_ids_of.get(text)
 
     def token_bytes(self, token: int) -> bytes:
         """What `token` adds to the text: often less than a character; empty for an id without a token."""
@@ -244,6 +250,12 @@ def _find(whole: Sequence[int], part: Sequence[int]) -> int | None:
         if list(whole[at : at + len(part)]) == list(part):
             return at
     return None
+
+
+def _template_text(template: object) -> str:
+    """A chat template's source; of several named ones, all of them."""
+    named = template.values() if isinstance(template, dict) else (template,)
+    return "\n".join(text for text in named if isinstance(text, str))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tests.bench.report import Options, note
 BENCHES = {
     "rollback": "rollback and a new turn against a cold run and the peer (gemma3)",
     "chat": "concurrent chats beside the peer (gemma3)",
+    "constraint": "free chats beside constrained ones (gemma3)",
     "fair": "a chat beside a long prompt, and short prompts behind one (gemma3)",
     "memory": "memory of many long snapshots and of a fork (tiny-gemma3)",
     "batch": "how decoding four rows together differs from one alone (gemma3 and every tiny model)",

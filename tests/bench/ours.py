@@ -209,6 +209,7 @@ class Server:
         mark_at: int | None = None,
         ids: bool = False,
         top_logprobs: int | None = None,
+        constraint: inference.Constraint | None = None,
         into: Reply | None = None,
     ) -> Reply:
         """Greedy, to the full length whatever the model says; returns when it has ended. `into` grows meanwhile."""
@@ -218,6 +219,7 @@ class Server:
             sampling=types.Sampling(temperature=0.0),
             stopping=types.Stopping(max_tokens=max_tokens, ignore_eos=True),
             output=inference.OutputOptions(token_ids=ids, top_logprobs=top_logprobs),
+            constraint=constraint,
         )
         if save:
             request.save.SetInParent()

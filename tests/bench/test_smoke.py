@@ -22,6 +22,7 @@ PROMISED = {
         "chat.decode_2_over_1",
         "chat.host_share_of_step",
     },
+    "constraint": {"chat.unconstrained_beside_constrained"},
     "fair": {
         "fair.longest_gap_in_chunks",
         "fair.longest_gap_over_peer",

@@ -273,6 +273,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(
     def press() -> None:
         while not peer.stops:
             time.sleep(0.01)
+        time.sleep(0.3)  # the answer's first text must have come
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -290,6 +291,7 @@ def test_ctrl_c_in_the_queue_gives_the_turn_up_and_not_the_chat(
 ) -> None:
     def script(request: Any, context: Any) -> Any:
         if request.input.chat.messages[-1].parts[0].text == "wait":
+            time.sleep(0.3)  # nobody presses Ctrl-C while the call is still being made
             os.kill(os.getpid(), signal.SIGINT)
             while context.is_active():
                 time.sleep(0.01)

@@ -87,6 +87,38 @@ def test_generate_passes_its_flags_on(peer: Peer, kvfork: Kvfork) -> None:
     assert not request.HasField("save")
 
 
+@pytest.mark.parametrize(
+    ("words", "constraint"),
+    [
+        ("--regex [a-z]+ --after-reasoning", inf.Constraint(regex="[a-z]+", after_reasoning=True)),
+        ("--choice yes --choice no", inf.Constraint(choice=inf.Choice(options=["yes", "no"]))),
+        ("--json-schema {}", inf.Constraint(json_schema="{}")),
+        ("--json-schema FILE", inf.Constraint(json_schema='{"type": "object"}')),
+    ],
+)
+def test_generate_asks_for_a_form(
+    peer: Peer, kvfork: Kvfork, tmp_path: Path, words: str, constraint: inf.Constraint
+) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    assert kvfork("generate", "q", *words.replace("FILE", str(tmp_path / "schema.json")).split()) == 0
+    assert peer.requests("Generate")[0].constraint == constraint
+
+
+def test_reasoning_goes_to_stderr_and_the_answer_to_stdout(
+    peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(request: Any, context: Any) -> Any:
+        yield inf.GenerateResponse(started=inf.Started())
+        for channel, text in ((1, "Hm."), (0, "Yes."), (2, "<call/>")):
+            yield inf.GenerateResponse(delta=inf.Delta(text=text, token_count=1, channel=channel))
+        yield inf.GenerateResponse(finished=inf.Finished(reason=inf.FINISH_REASON_EOS))
+
+    peer.scripts["Generate"] = script
+    assert kvfork("generate", "q") == 0
+    out, err = capsys.readouterr()
+    assert (out, err.partition("restored")[0]) == ("Yes.<call/>\n", "Hm.")
+
+
 def test_generate_reads_the_prompt_from_stdin(peer: Peer, kvfork: Kvfork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert kvfork("generate", "--raw") == 0
@@ -153,6 +185,7 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     def press() -> None:
         while not peer.stops:
             time.sleep(0.01)
+        time.sleep(0.3)  # the answer's first text must have come
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -176,6 +209,7 @@ def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork) -> None:
     def press() -> None:
         while not peer.stops:
             time.sleep(0.01)
+        time.sleep(0.3)  # the answer's first text must have come
         os.kill(os.getpid(), signal.SIGINT)
         while not peer.requests("StopGeneration"):
             time.sleep(0.01)
@@ -353,6 +387,8 @@ def test_the_servers_own_advice_is_not_doubled(peer: Peer, kvfork: Kvfork, capsy
     [
         ("generate x --raw --system y", "--system needs a chat template"),
         ("chat --raw --system y", "--system needs a chat template"),
+        ("generate x --after-reasoning", "--after-reasoning needs"),
+        ("generate x --json-schema /nowhere/at/all", "--json-schema: "),
         ("stats --address http://x", "is a URL"),
     ],
 )
@@ -368,6 +404,7 @@ def test_wrong_usage_is_told_apart(words: str, says: str, capsys: pytest.Capture
         "generate x --max-tokens -1",
         "generate x --seed 4294967296",
         "generate x --raw --chat",
+        "generate x --regex a --choice b",
         "generate x --timeout 0",
         "generate x --label novalue",
         "fork plan-0001",

@@ -35,6 +35,7 @@ ROWS: list[tuple[str, str, type[e.KVForkError], dict[str, str]]] = [
     ("NOT_FOUND", "MODEL_NOT_FOUND", e.ModelNotFound, {}),
     ("INVALID_ARGUMENT", "MODEL_MISMATCH", e.ModelMismatch, {"snapshotModel": "models/a", "model": "models/b"}),
     ("INVALID_ARGUMENT", "CONTEXT_OVERFLOW", e.ContextOverflow, {"promptTokens": "9000", "contextTokens": "8192"}),
+    ("INVALID_ARGUMENT", "CONSTRAINT_FAILED", e.ConstraintFailed, {}),
     ("INVALID_ARGUMENT", "IMAGE_UNSUPPORTED", e.ImageUnsupported, {}),
     ("INVALID_ARGUMENT", "IMAGE_INVALID", e.ImageInvalid, {}),
     ("INVALID_ARGUMENT", "IMAGE_TOO_LARGE", e.ImageTooLarge, {}),

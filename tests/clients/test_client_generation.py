@@ -85,6 +85,19 @@ def test_result_holds_text_ids_and_receipt(peer: Peer, flavour: Flavour) -> None
     assert flavour.do(generation.result) == result
 
 
+def test_a_result_holds_each_channels_text(peer: Peer, flavour: Flavour) -> None:
+    def script(request: Any, context: Any) -> Any:
+        yield inf.GenerateResponse(started=inf.Started())
+        for channel, text in ((1, "hm"), (1, "."), (2, "<call>"), (0, "Ye"), (1, "so"), (0, "s")):
+            yield inf.GenerateResponse(delta=inf.Delta(text=text, token_count=1, channel=channel))
+        yield inf.GenerateResponse(finished=inf.Finished(reason=inf.FINISH_REASON_EOS))
+
+    peer.scripts["Generate"] = script
+    generation = flavour.do(flavour.client(peer.address).generate, "x")
+    result = flavour.do(generation.result)
+    assert (result.text, result.reasoning, result.tool_calls) == ("Yes", "hm.so", "<call>")
+
+
 def test_a_snapshot_out_of_a_generation_goes_on(peer: Peer, flavour: Flavour) -> None:
     client = flavour.client(peer.address)
     first = flavour.do(flavour.do(client.generate, "x", save=True).result)

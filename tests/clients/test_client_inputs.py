@@ -20,7 +20,10 @@ from kvfork_client import (
     SaveOptions,
     Stopping,
     chat,
+    choice,
+    json_schema,
     raw,
+    regex,
     tokens,
 )
 from kvfork_client.encode import duration, input_message
@@ -146,7 +149,7 @@ def test_every_option_finds_its_field() -> None:
         save_on_cancel=True,
         max_recompute_tokens=0,
         marks=[Mark.at(9), Mark.after_message(1), Mark.reasoning_end(SaveOptions(ttl=2))],
-        constraint=Constraint(regex="a+", after_reasoning=True),
+        constraint=regex("a+", after_reasoning=True),
         priority=-3,
         request_id="r",
         token_ids=True,
@@ -209,9 +212,30 @@ def test_zeros_that_mean_something_are_sent() -> None:
     assert made.stopping.HasField("max_tokens")
 
 
-def test_a_schema_may_be_a_mapping() -> None:
-    made = generate_request("x", constraint=Constraint(json_schema={"type": "object"}))
-    assert json.loads(made.constraint.json_schema) == {"type": "object"}
+class Person:
+    """Knows its schema, as pydantic's models do."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return {"type": "object"}
+
+
+@pytest.mark.parametrize("schema", [{"type": "object"}, '{"type": "object"}', Person])
+def test_a_schema_may_be_a_mapping_a_document_or_a_class(schema: Any) -> None:
+    for constraint in (Constraint(json_schema=schema), json_schema(schema)):
+        made = generate_request("x", constraint=constraint)
+        assert json.loads(made.constraint.json_schema) == {"type": "object"}
+
+
+def test_each_kind_of_form_is_written_as_its_own() -> None:
+    forms = [
+        (choice("yes", "no"), inf.Constraint(choice=inf.Choice(options=["yes", "no"]))),
+        (Constraint(lark="start: A", after_reasoning=True), inf.Constraint(lark="start: A", after_reasoning=True)),
+        (json_schema("{}", after_reasoning=True), inf.Constraint(json_schema="{}", after_reasoning=True)),
+        (choice("a", after_reasoning=True), inf.Constraint(choice=inf.Choice(options=["a"]), after_reasoning=True)),
+    ]
+    for constraint, message in forms:
+        assert generate_request("x", constraint=constraint).constraint == message
 
 
 @pytest.mark.parametrize(
@@ -228,6 +252,8 @@ def test_a_schema_may_be_a_mapping() -> None:
         (lambda: Mark(), ValueError, "exactly one"),
         (lambda: Mark(tokens=1, messages=1), ValueError, "exactly one"),
         (lambda: Constraint(), ValueError, "exactly one"),
+        (lambda: Constraint(regex="a", choice=["a"]), ValueError, "exactly one"),
+        (lambda: Constraint(choice="yes"), TypeError, "letters"),
         (lambda: Image(), ValueError, "data or its sha256"),
         (lambda: generate_request("x", nonsense=1), TypeError, "nonsense"),  # type: ignore[call-arg]
     ],

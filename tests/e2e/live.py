@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -36,14 +37,22 @@ OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_leng
 class LiveServer:
     """`kvfork serve` as a subprocess, with a temporary directory and a store directory of its own.
 
-    `wait=False` returns without waiting for the model.
+    `wait=False` returns without waiting for the model. `inside` serves with a window (`tests.e2e.inside`).
     """
 
-    def __init__(self, model: str | Path, *flags: str, wait: bool = True, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *flags: str,
+        wait: bool = True,
+        env: dict[str, str] | None = None,
+        inside: bool = False,
+    ) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="kvfork-e2e-")
         self.temp = Path(self._home.name) / "tmp"
         self.store = Path(self._home.name) / "store"
         self.log = Path(self._home.name) / "stderr"
+        self._report = Path(self._home.name) / "report"
         self.temp.mkdir()
         # Compiled kernels are the same for every server of a model and take seconds to make; they hold nothing else.
         KERNELS.mkdir(exist_ok=True)
@@ -52,7 +61,8 @@ class LiveServer:
         for name in ("KVFORK_CACHE_DIR", "KVFORK_ACCEPT_GEMMA_TERMS"):
             if name in os.environ:
                 clean[name] = os.environ[name]
-        command = [sys.executable, "-m", "service", "serve", "--model", str(model), "--address", "127.0.0.1:0"]
+        module = "tests.e2e.inside" if inside else "service"
+        command = [sys.executable, "-m", module, "serve", "--model", str(model), "--address", "127.0.0.1:0"]
         command += ["--scratch-dir", str(self.store), *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -61,7 +71,13 @@ class LiveServer:
                 stderr=log,
                 text=True,
                 cwd=ROOT,
-                env={**clean, "TMPDIR": str(self.temp), "OMP_NUM_THREADS": "2", **(env or {})},
+                env={
+                    **clean,
+                    "TMPDIR": str(self.temp),
+                    "OMP_NUM_THREADS": "2",
+                    "TESTS_REPORT": str(self._report),
+                    **(env or {}),
+                },
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -106,6 +122,14 @@ class LiveServer:
     def resident_bytes(self) -> int:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def report(self) -> dict[str, int]:
+        """What the process holds, as it counts itself; only of a server made with `inside`."""
+        self._report.unlink(missing_ok=True)
+        self.process.send_signal(signal.SIGUSR1)
+        until(self._report.exists, what="the report")
+        counted: dict[str, int] = json.loads(self._report.read_text())
+        return counted
 
     def left_behind(self) -> list[str]:
         """Everything under the temporary and the store directory, and these themselves if they were made."""

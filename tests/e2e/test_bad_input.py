@@ -306,13 +306,30 @@ invalid(
     save=pb.SnapshotOptions(snapshot_id="twice-the-same"),
     marks=[pb.Mark(token_count=1, options=pb.SnapshotOptions(snapshot_id="twice-the-same"))],
 )
-for later in (
-    {"constraint": inference_pb.Constraint(regex="a+")},
-    {"constraint": inference_pb.Constraint()},
-    {"marks": [pb.Mark(landmark=pb.LANDMARK_REASONING_START)]},
-    {"marks": [pb.Mark(landmark=pb.LANDMARK_REASONING_END)]},
+for number, schema in enumerate(
+    (
+        "{",
+        "[]",
+        "true",
+        '{"type": "nothing"}',
+        '{"type": "string", "pattern": "("}',
+        '{"$ref": "#/nowhere"}',
+        '{"$ref": "http://127.0.0.1:1/schema.json"}',  # nothing is ever fetched
+        '{"enum": []}',
+        '{"type": "integer", "minimum": 5, "maximum": 2}',
+        '{"not": {}}',
+        "[" * 60_000,
+        '{"a":' * 10_000,
+    )
 ):
-    generate_row(f"for later: {str(later)[:60]!r}", "UNIMPLEMENTED", "UNSUPPORTED", **later)
+    constraint = inference_pb.Constraint(json_schema=schema)
+    invalid(f"schema {number}", "constraint.json_schema", constraint=constraint)
+for regex in ("(", "[", "a{2,1}", r"(a)\1", "(?=a)b", r"a\b", "(" * 2000):
+    invalid(f"regex {regex[:9]}", "constraint.regex", constraint=inference_pb.Constraint(regex=regex))
+for lark in ("", "start", "start: nowhere", "start: start", 'begin: "a"', 'start: %json {"type": 1}', "start: /(/"):
+    invalid(f"grammar {lark!r}", "constraint.lark", constraint=inference_pb.Constraint(lark=lark))
+invalid("no kind of constraint", "constraint", constraint=inference_pb.Constraint(after_reasoning=True))
+invalid("no choice", "constraint.choice.options", constraint=inference_pb.Constraint(choice=inference_pb.Choice()))
 generate_row(
     "durable snapshot",
     "UNIMPLEMENTED",

@@ -21,8 +21,10 @@ from service.engine import cpu
 from service.engine.loading import ModelFacts
 from service.loop import EngineLoop
 from service.models import resolve
-from service.request import Sampling, Stopping
+from service.request import Constraint, Sampling, Stopping
 from service.scheduler import Scheduler, SchedulerConfig
+from service.text.constraint import Grammars
+from service.text.formats import detect
 from service.text.stream import TextStream
 from service.text.tokens import TextCodec
 from service.work import Ended, Failed, Generation, NodeAt, Tokens, Work, WorkEvent
@@ -93,6 +95,7 @@ class Rig:
         self._memory = memory
         self._checkpoints = checkpoints
         self.codec = TextCodec.load(folder)
+        self.grammars = Grammars(self.codec, detect(self.codec))
         self._ready = threading.Event()
         self._broken: Exception | None = None
         self.loop = EngineLoop(self._load, Scheduler(SchedulerConfig(max_rows=rows)), lambda: None)
@@ -146,6 +149,7 @@ class Rig:
         owner: str = "owner",
         max_recompute: int | None = None,
         top_logprobs: int | None = None,
+        form: Constraint | None = None,
     ) -> Ticket:
         generation = None
         if generate:
@@ -160,6 +164,7 @@ class Rig:
                 text=text,
                 save=save,
                 save_on_cancel=False,
+                constraint=None if form is None else self.grammars.compile(form, stopping, tokens),
             )
         work = Work(
             owner=owner,

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from service.engine.draw import largest
+from service.engine.draw import largest, log_total
 from service.engine.sampling import BadLogits, RowSampler, pick_all
 from service.plan import Picked
 from service.request import Sampling
@@ -364,3 +364,8 @@ def test_the_largest_of_a_row_are_found_with_everything_that_ties(size: int, lev
     for count in {1, 2, size // 3, size - 1, size} & set(range(1, size + 1)):
         wanted = np.flatnonzero(scores >= np.sort(scores)[-count])
         assert largest(scores, count).tolist() == wanted.tolist()
+
+
+def test_the_total_of_scores_at_both_ends_of_float32_is_the_largest() -> None:
+    logits = np.array([3e38, -3e38, 0.0], dtype=np.float32)
+    assert log_total(logits) == float(logits[0])

@@ -321,6 +321,8 @@ class Play:
 
     def pinned(self) -> set[RecordId]:
         records = {r for lookup, _ in self.lookups if lookup.plan is not None for r in lookup.plan.records}
+        for lookup, _ in self.lookups:
+            records |= {r for node in lookup.kept for r, _ in needed(node.path(), self.cache.layout, logits=True)}
         for name in self.names.values():
             if name.snapshot.pinned:
                 records |= {r for r, _ in needed(name.snapshot.node.path(), self.cache.layout, logits=True)}
@@ -358,6 +360,7 @@ class Play:
         for lookup, _ in self.lookups:
             if lookup.plan is not None:
                 held.update(lookup.plan.nodes)
+            held.update(lookup.kept)
         held.update(node.borrows for node in tree if node.borrows is not None)
         stored = {record.key for record in self.store._index._entries}
         unheard = {record.key for record in self.store._index._lost}  # the next sweep prunes these

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from storage_doubles import FaultyStorage, GatedStorage, payload, record
 
+from kvcache.checkpoints import CheckpointPolicy
 from kvcache.errors import CorruptRecord, MissingRecord, StoreClosed, UnreadableRecord
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.records import FetchResult, PutResult, RecordId, RecordKind, Tier
@@ -774,6 +775,41 @@ def test_memory_that_is_lent_is_spilled_at_once_and_not_used_until_it_is_given_b
     store.lend(0)
     put_all(store, range(11, 25), FULL)
     assert store.stats().memory_bytes == 10 * SIZE
+    store.close()
+
+
+def test_a_loan_spills_past_the_queue_s_limit_and_is_whole_once_that_is_written() -> None:
+    store = store_over(queue_bytes=SIZE)
+    put_all(store, range(10), FULL)
+    assert store.lend(10 * SIZE) == 8 * SIZE, "two may wait for the disk beside the budget"
+    assert store.stats().evicted[Tier.MEMORY].records == store.stats().evicted[Tier.DISK].records == 0
+    assert store.lend(0) == 0
+    assert store.put(record(99, FULL), payload(99, 3 * SIZE), explicit=True) is not PutResult.STORED
+    store.run_pending()
+    assert store.lend(10 * SIZE) == 0
+    assert tiers(store, range(10), FULL) == [Tier.DISK] * 10
+    store.close()
+
+
+def test_pinned_memory_is_not_lent_and_asking_for_it_touches_nothing() -> None:
+    store = store_over()
+    put_all(store, range(10), FULL)
+    store.pin(record(name, FULL) for name in range(4))
+    assert store.lend(7 * SIZE) > 0
+    assert tiers(store, range(10), FULL) == [Tier.MEMORY] * 10
+    assert store.lend(6 * SIZE) == 0
+    store.run_pending()
+    assert tiers(store, range(10), FULL) == [Tier.MEMORY] * 4 + [Tier.DISK] * 6
+    store.close()
+
+
+def test_what_a_loan_leaves_no_room_for_is_not_called_too_large() -> None:
+    store = store_over(policy=CheckpointPolicy.OFF)  # type: ignore[arg-type]
+    store.lend(9 * SIZE + 1)
+    assert put(store, 1) is PutResult.SKIPPED_MEMORY_FULL
+    assert store.put(record(2), payload(2, 10 * SIZE + 1), explicit=True) is PutResult.SKIPPED_TOO_LARGE
+    store.lend(0)
+    assert put(store, 1) is PutResult.STORED
     store.close()
 
 

@@ -15,7 +15,7 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
 from kvcache.receipt import MissReason, Usage
-from service.errors import CallError, ImmutableField, InvalidField, PageTokenInvalid, Unsupported
+from service.errors import CallError, ImmutableField, InvalidField, PageTokenInvalid
 from service.events import (
     Counted,
     Created,
@@ -37,10 +37,12 @@ from service.events import (
 from service.request import (
     Branch,
     ChatInput,
+    Constraint,
     CountTokensCall,
     CreateSnapshotCall,
     Durability,
     ForkCall,
+    Form,
     GenerateCall,
     Landmark,
     Mark,
@@ -428,6 +430,21 @@ BAD: list[tuple[Any, dict[str, Any], list[str]]] = [
         ["marks[0].landmark", "marks[1].landmark"],
     ),
     (generate, {"input": TEXT, "marks": [{"tokenCount": 1}] * 65}, ["marks"]),
+    # The form of the text.
+    (generate, {"input": TEXT, "constraint": {}}, ["constraint"]),
+    (generate, {"input": TEXT, "constraint": {"afterReasoning": True}}, ["constraint"]),
+    *[
+        (generate, {"input": TEXT, "constraint": {name: text}}, [f"constraint.{wire}"])
+        for name, wire in (("jsonSchema", "json_schema"), ("regex", "regex"), ("lark", "lark"))
+        for text in ("", "a" * ((64 << 10) + 1), "é" * ((32 << 10) + 1))
+    ],
+    (generate, {"input": TEXT, "constraint": {"choice": {}}}, ["constraint.choice.options"]),
+    (generate, {"input": TEXT, "constraint": {"choice": {"options": ["a"] * 257}}}, ["constraint.choice.options"]),
+    (
+        generate,
+        {"input": TEXT, "constraint": {"choice": {"options": ["a", "", "b" * 1025]}}},
+        ["constraint.choice.options[1]", "constraint.choice.options[2]"],
+    ),
     (
         generate,
         {"input": TEXT, "marks": [{"tokenCount": 1, "options": {"ttl": "-1s"}}]},
@@ -550,21 +567,21 @@ def test_an_image_is_refused_by_its_path_and_its_own_reason():
 
 
 @pytest.mark.parametrize(
-    ("request_", "path"),
+    ("message", "constraint"),
     [
-        ({"input": TEXT, "constraint": {"regex": "a+"}}, "constraint"),
-        ({"input": TEXT, "constraint": {}}, "constraint"),
-        ({"input": TEXT, "marks": [{"landmark": "LANDMARK_REASONING_START"}]}, "marks[0].landmark"),
-        ({"input": TEXT, "marks": [{"tokenCount": 1}, {"landmark": "LANDMARK_REASONING_END"}]}, "marks[1].landmark"),
+        ({"regex": "a+"}, Constraint(form=Form.REGEX, text="a+")),
+        (
+            {"jsonSchema": "{}", "afterReasoning": True},
+            Constraint(form=Form.JSON_SCHEMA, text="{}", after_reasoning=True),
+        ),
+        ({"lark": 'start: "a"'}, Constraint(form=Form.LARK, text='start: "a"')),
+        ({"choice": {"options": ["no", "yes"]}}, Constraint(form=Form.CHOICE, options=("no", "yes"))),
+        ({"choice": {"options": ["é" * 512] * 256}}, Constraint(form=Form.CHOICE, options=("é" * 512,) * 256)),
+        ({"regex": "a" * (64 << 10)}, Constraint(form=Form.REGEX, text="a" * (64 << 10))),
     ],
 )
-def test_parts_of_the_contract_that_come_later_are_unsupported(request_, path):
-    with pytest.raises(Unsupported) as caught:
-        generate(request_)
-    assert [violation.field for violation in caught.value.fields] == [path]
-    # What is wrong is wrong in any version.
-    with pytest.raises(InvalidField):
-        generate({**request_, "sampling": {"temperature": -1}})
+def test_a_constraint_is_read_by_its_kind(message, constraint):
+    assert generate({"input": TEXT, "constraint": message}).constraint == constraint
 
 
 def test_a_hostile_number_of_wrong_fields_is_counted_but_not_kept():

@@ -83,7 +83,7 @@ TABLE: list[tuple[CallError, grpc.StatusCode, set[str]]] = [
     (errors.ModelMismatch("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.ModelChanged("no"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
     (errors.EngineDown("dead"), grpc.StatusCode.UNAVAILABLE, set()),
-    (errors.EngineFailed("dead"), grpc.StatusCode.INTERNAL, set()),
+    (errors.EngineFailed("dead"), grpc.StatusCode.UNAVAILABLE, set()),
     (errors.Draining("bye"), grpc.StatusCode.UNAVAILABLE, set()),  # the request names a snapshot: see below
     (errors.QueueFull("full"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure", "RetryInfo"}),
     (errors.ActiveMemory("big"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
@@ -101,6 +101,7 @@ TABLE: list[tuple[CallError, grpc.StatusCode, set[str]]] = [
     (errors.TurnOpen("open"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
     (errors.TemplateNotAppendable("no"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
     (errors.TemplateMissing("no"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
+    (errors.ConstraintFailed("nothing fits"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.RequestInProgress("wait"), grpc.StatusCode.ABORTED, set()),
     (errors.RequestIdReused("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.PageTokenInvalid("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),

@@ -16,7 +16,7 @@ from kvcache.tree import Node
 from service.engine.fake import FakeEngine
 from service.events import FinishReason
 from service.loop import EngineLoop
-from service.plan import RowId
+from service.plan import RowId, TokenMask
 from service.request import Sampling, Stopping
 from service.scheduler import Scheduler, SchedulerConfig, State
 from service.text.stream import Piece
@@ -34,8 +34,8 @@ class PlainText:
         self._left = most
         self.ended = 0
 
-    def push(self, token: int) -> Piece:
-        self._left -= 1
+    def push(self, token: int, *, last: bool = False) -> Piece:
+        self._left = 0 if last else self._left - 1
         return Piece(text=f"{token} ", finish=FinishReason.MAX_TOKENS if self._left == 0 else None)
 
     def end(self, reason: FinishReason) -> Piece:
@@ -183,6 +183,8 @@ class LoopRig:
         sampling: Sampling = GREEDY,
         text: PlainText | None = None,
         owner: str = "a",
+        constraint: TokenMask | None = None,
+        mark_reasoning: bool = False,
         **work: object,
     ) -> Heard:
         generation = None
@@ -194,6 +196,8 @@ class LoopRig:
                 text=text or PlainText(generate),  # type: ignore[arg-type]
                 save=save,
                 save_on_cancel=save_on_cancel,
+                constraint=constraint,
+                mark_reasoning=mark_reasoning,
             )
         heard = Heard()
         asked = Work(
@@ -243,7 +247,10 @@ class LoopRig:
         for _ in range(steps):
             if not self.turn():
                 self.store.run_pending()
-                if not self.loop._inbox:
+                if self.scheduler.waits_for_loan:
+                    self.now += 0.1
+                    self.loop._tick()
+                elif not self.loop._inbox:
                     return
 
     def settle(self) -> None:

@@ -223,31 +223,58 @@ class Load:
             self.seen["expired"] += 1
         under_way = [row for row in rows.values() if row.state is not State.QUEUED]
         taken, free = len(under_way), None if self.limit is None else self.limit - sum(row.bytes for row in under_way)
-        order = self.queue()
         admitted = set(tick.admit)
-        for place, (name, row) in enumerate(order):
+        order = self.queue(admitted)
+        for place, (name, row, pulled) in enumerate(order):
             fits = free is None or row.bytes <= free
             if name in admitted:
                 assert fits
                 taken, free = taken + 1, None if free is None else free - row.bytes
             elif taken < self.config.max_rows:
                 assert not fits  # nothing but memory stands in its way
-                if self.now - row.arrived > PATIENCE:
+                if not pulled and self.now - row.arrived > PATIENCE:
                     self.seen["not passed"] += 1
-                    assert admitted.isdisjoint(later for later, _ in order[place:])
+                    assert admitted.isdisjoint(later for later, _, _ in order[place:])
                     break
+        self.check_starvation(admitted)
         for name in tick.admit:
             assert rows[name].state is State.QUEUED
             rows[name].state = State.RESTORING
 
-    def queue(self) -> list[tuple[RowId, Row]]:
-        """By rank, each group at the place of its first."""
-        queued = [(name, row) for name, row in self.rows.items() if row.state is State.QUEUED]
-        queued.sort(key=lambda entry: entry[1].rank)
-        firsts: dict[object, tuple[float, int]] = {}
+    def check_starvation(self, admitted: set[RowId]) -> None:
+        """Who has waited long enough and lacks memory alone is passed by a group only behind one that ranks before."""
+        queued = sorted(self.queued(), key=lambda entry: entry[1].rank)
+        firsts: dict[str, tuple[float, int]] = {}
         for name, row in queued:
-            firsts.setdefault(row.demand.group or name, row.rank)
-        return sorted(queued, key=lambda entry: (firsts[entry[1].demand.group or entry[0]], entry[1].rank))
+            if name in admitted and row.demand.group:
+                firsts.setdefault(row.demand.group, row.rank)
+        full = len(admitted) + sum(row.state is not State.QUEUED for row in self.rows.values()) >= self.config.max_rows
+        for name, row in queued:
+            if name in admitted or full or self.now - row.arrived <= PATIENCE:
+                continue
+            for other in admitted:
+                if self.rows[other].rank > row.rank:
+                    assert firsts.get(self.rows[other].demand.group, row.rank) < row.rank
+
+    def queued(self) -> list[tuple[RowId, Row]]:
+        return [(name, row) for name, row in self.rows.items() if row.state is State.QUEUED]
+
+    def queue(self, admitted: set[RowId]) -> list[tuple[RowId, Row, bool]]:
+        """By rank, and right behind one that was admitted who waits in its group; these come again at their rank."""
+        queued = sorted(self.queued(), key=lambda entry: entry[1].rank)
+        order: list[tuple[RowId, Row, bool]] = []
+        seen: set[RowId] = set()
+        for name, row in queued:
+            if name in seen:
+                continue
+            order.append((name, row, False))
+            if name not in admitted or not row.demand.group:
+                continue
+            for other, member in queued:
+                if member.demand.group == row.demand.group and other not in seen and other != name:
+                    order.append((other, member, True))
+                    seen |= {other} & admitted
+        return order
 
     def check_decode(self, tick: Tick) -> None:
         rows = self.rows

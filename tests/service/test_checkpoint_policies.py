@@ -246,3 +246,42 @@ def test_spacing_0_keeps_every_state() -> None:
     rig.run()
     assert states(rig, heard.nodes[len(prompt)]) == list(range(1, 21))
     rig.settle()
+
+
+@pytest.mark.parametrize("policy", list(CheckpointPolicy))
+@pytest.mark.parametrize("memory", [3_000, 8_000])
+@pytest.mark.parametrize(
+    "layout", [CacheLayout((LayerSpec(LayerKind.WINDOW, 300), LayerSpec(LayerKind.STATE))), LAYOUT]
+)
+def test_a_saved_generation_short_of_memory_stands_on_disk_or_says_that_it_does_not(
+    policy: CheckpointPolicy, memory: int, layout: CacheLayout
+) -> None:
+    rig = rig_with(policy, layout=layout, memory=memory)
+    for i in range(3):
+        rig.submit(prompt_of(400, i), keep=[100, 300, 400])
+    heard = rig.submit(prompt_of(200), generate=340, save=True)
+    rig.run()
+    (event,) = [event for event in heard.events if isinstance(event, NodeAt)]
+    assert (event.node.end, event.final) == (540, True)
+    assert (event.lost == "") is rig.cache.stands(event.node)
+    if policy is OFF:
+        assert event.lost in ("", "NOT_STORED", "SKIPPED_MEMORY_FULL")
+    else:
+        assert event.lost == ""
+    rig.settle()
+
+
+def test_what_lacks_an_evicted_handle_is_told_as_evicted_though_boundaries_before_it_were_thinned() -> None:
+    rig = rig_with(THROUGH, spacing=2)
+    prompt = prompt_of(13 * BLOCK_TOKENS)
+    heard = rig.submit(prompt, keep=[len(prompt)])
+    rig.run()
+    end = heard.nodes[len(prompt)]
+    assert states(rig, end) != list(range(1, 14))
+    end.lost = MissReason.EVICTED
+    rig.store.delete([RecordId(end.key, STATE)])
+    assert rig.cache.why_recomputed(end, end.end) is MissReason.EVICTED
+    again = rig.submit([*prompt, 7], base=end, generate=1)
+    rig.run()
+    assert again.usage.recomputed_tokens > 0 and again.usage.miss_reason is MissReason.EVICTED
+    rig.settle()

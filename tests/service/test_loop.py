@@ -6,14 +6,25 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
+from kvcache.cache import Keep
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from service.engine.fake import FakeEngine
-from service.errors import ActiveMemory, DeadlineUnmet, EngineFailed, QueueFull, RecomputeLimit, RowFailed
+from service.errors import (
+    ActiveMemory,
+    ConstraintFailed,
+    DeadlineUnmet,
+    EngineDown,
+    EngineFailed,
+    QueueFull,
+    RecomputeLimit,
+    RowFailed,
+)
 from service.events import FinishReason
 from service.footprint import Footprint
 from service.loop import RESTORE_TRIES, EngineLoop
@@ -55,6 +66,70 @@ def test_a_generation_says_when_it_began_what_it_picked_and_what_it_cost(rig: Lo
     assert isinstance(end, Ended)
     assert (end.reason, end.usage.completion_tokens, heard.receipt) == (FinishReason.MAX_TOKENS, 5, (0, 0, 600))
     assert rig.loop.tokens_prefilled == 600 + 1  # the last token is fed for the snapshot
+
+
+class Only:
+    """A form of `most` tokens out of `tokens`; asked for more, it has none left."""
+
+    def __init__(self, tokens: set[int], most: int) -> None:
+        self.tokens, self.left = tokens, most
+
+    def allowed(self) -> bytes:
+        if self.left < 0:
+            raise ConstraintFailed("nothing fits")
+        return bytes(sum(1 << bit for bit in range(8) if 8 * byte + bit in self.tokens) for byte in range(50))
+
+    def took(self, token: int) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+class Thinks(PlainText):
+    """Its reasoning ends with the `end`th token."""
+
+    def __init__(self, most: int, end: int) -> None:
+        super().__init__(most)
+        self._end = end
+
+    def push(self, token: int, *, last: bool = False) -> Piece:
+        self._end -= 1
+        return replace(super().push(token, last=last), reasoning_ended=self._end == 0)
+
+
+def test_a_row_with_a_form_picks_only_what_fits_and_ends_when_nothing_may_follow(rig: LoopRig) -> None:
+    prompt = prompt_of(40)
+    held = rig.submit(prompt, generate=50, constraint=Only({3, 77, 399}, 6))
+    free = rig.submit(prompt, generate=50)
+    rig.run()
+    assert (len(held.tokens), set(held.tokens) <= {3, 77, 399}) == (6, True)
+    assert free.tokens == rig.engine.continuation(prompt, 50)
+
+
+def test_a_form_that_leaves_nothing_ends_its_row_alone(rig: LoopRig) -> None:
+    prompt = prompt_of(40)
+    held = rig.submit(prompt, generate=50, constraint=Only({3}, -1))
+    free = rig.submit(prompt, generate=9)
+    rig.run()
+    assert (type(held.error), held.tokens) == (ConstraintFailed, [])
+    assert free.tokens == rig.engine.continuation(prompt, 9)
+
+
+@pytest.mark.parametrize(("length", "end"), [(20, 3), (250, 30), (250, 6), (255, 1), (20, 12)])
+@pytest.mark.parametrize("save", [True, False])
+def test_the_state_at_the_reasonings_end_is_handed_out_once(rig: LoopRig, length: int, end: int, *, save: bool) -> None:
+    prompt = prompt_of(length)
+    most = 12 if end == 12 else end + 12  # once with its very last token
+    heard = rig.submit(prompt, generate=most, text=Thinks(most, end), save=save, mark_reasoning=True)
+    rig.run()
+    marked = [event.node for event in heard.events if isinstance(event, NodeAt) and event.reasoning_end]
+    assert [node.end for node in marked] == [length + end]
+    assert list(marked[0].all_tokens()) == prompt + heard.tokens[:end]
+    assert heard.final == ([length + len(heard.tokens)] if save else [])
+    # What was handed out goes on from there without computing anything again.
+    warm = rig.submit(prompt + heard.tokens[:end], base=marked[0], generate=4)
+    rig.run()
+    assert warm.receipt == (length + end, 0, 0)
+    assert warm.tokens == rig.engine.continuation(prompt + heard.tokens[:end], 4)
 
 
 def test_a_prefill_alone_ends_without_a_reason(rig: LoopRig) -> None:
@@ -182,6 +257,39 @@ def test_a_work_can_be_ended_in_every_state(two: LoopRig, state: State, way: str
         assert again.tokens == two.engine.continuation(tokens, 2)
 
 
+@pytest.mark.parametrize("state", [State.PREFILL, State.DECODE], ids=lambda s: s.value)
+def test_who_goes_on_from_what_a_cancelled_work_kept_computes_nothing_again(two: LoopRig, state: State) -> None:
+    heard = brought_to(two, state, save=True, save_on_cancel=True)
+    two.loop.cancel(heard.row, save=True)
+    two.run()
+    (end,) = heard.final
+    kept = heard.nodes[end]
+    prompt = prompt_of(700)
+    before = two.loop.tokens_prefilled
+    again = two.submit(prompt if state is State.PREFILL else kept.all_tokens(), base=kept, generate=6)
+    two.run()
+    assert again.receipt == (end, 0, max(0, 700 - end))
+    assert two.loop.tokens_prefilled - before == max(0, 700 - end)
+    whole = [*heard.tokens, *again.tokens]
+    assert whole == two.engine.continuation(prompt, len(whole))
+
+
+def test_the_same_call_again_finds_the_blocks_of_the_one_that_was_cancelled(two: LoopRig) -> None:
+    prompt = prompt_of(700, "cancelled")
+    first = two.submit(prompt, generate=6)
+    two.until(first, State.PREFILL)
+    two.turn()
+    two.loop.cancel(first.row)
+    two.run()
+    done = two.loop.tokens_prefilled
+    assert 0 < done < 700
+    again = two.submit(prompt, generate=6)
+    two.run()
+    assert again.receipt == (done, 0, 700 - done)
+    assert two.loop.tokens_prefilled == 700
+    assert again.tokens == two.engine.continuation(prompt, 6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_row_that_is_being_saved_ends_as_it_was_about_to(two: LoopRig, way: str) -> None:
     heard = brought_to(two, State.SAVING, save=True)
@@ -283,6 +391,82 @@ def test_a_row_that_fails_in_the_model_fails_alone(place: str) -> None:
     rig.settle()
 
 
+class Forgetful(FakeEngine):
+    """Loses the state of all rows of a decode call now and then, as a call does that fails while it is computed."""
+
+    def __init__(self, rng: random.Random, chance: float) -> None:
+        super().__init__(LAYOUT)
+        self.rng, self.chance = rng, chance
+        self.losses = 0
+
+    def step(self, plan: StepPlan) -> StepResult:
+        if plan.decode is None or self.rng.random() >= self.chance:
+            return super().step(plan)
+        result = super().step(replace(plan, decode=None))
+        for row in plan.decode.rows:
+            self._rows[row].lost = True
+            result.lost[row] = RuntimeError("as planned")
+        self.losses += 1
+        return result
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_rows_whose_state_was_lost_go_on_as_if_nothing_had_been(keeps: bool) -> None:
+    engine = Forgetful(random.Random(1), 0.05)
+    rig = LoopRig(engine=engine, memory=0)
+    trunk = rig.submit(prompt_of(300), keep=[300])
+    rig.run()
+    prompts = [prompt_of(700, 4), [*prompt_of(300), *prompt_of(50, 3)], prompt_of(20, 2)]
+    heard = [
+        rig.submit(prompt, generate=300, save=keeps, base=trunk.nodes[300] if number == 1 else None)
+        for number, prompt in enumerate(prompts)
+    ]
+    rig.run()
+    assert engine.losses > 5
+    for said, prompt in zip(heard, prompts, strict=True):
+        assert said.tokens == rig.engine.continuation(prompt, 300)
+        cached = 300 if len(prompt) == 350 else 0
+        assert said.receipt == (cached, 0, len(prompt) - cached)  # what was lost is not the caller's to pay
+        assert said.final == ([len(prompt) + 300] if keeps else [])
+        if keeps:
+            tokens = [*said.nodes[len(prompt) + 300].all_tokens(), 7]
+            more = rig.submit(tokens, base=said.nodes[len(prompt) + 300], generate=2)
+            rig.run()
+            assert (more.receipt, more.tokens) == ((len(prompt) + 300, 0, 1), rig.engine.continuation(tokens, 2))
+    rig.settle()
+
+
+@pytest.mark.parametrize("state", [State.RESTORING, State.PREFILL], ids=lambda s: s.value)
+@pytest.mark.parametrize("way", ["stop", "cancel", "cancel and save", "time"])
+def test_a_row_whose_state_was_lost_can_be_ended(state: State, way: str) -> None:
+    engine = Forgetful(random.Random(1), 0.0)
+    rig = LoopRig(engine=engine, memory=0)
+    heard = rig.submit(prompt_of(700), generate=60, save_on_cancel=True, save=True, time_limit=9.0)
+    rig.until(heard, State.DECODE)
+    rig.turn()
+    engine.chance = 1.0
+    rig.turn()
+    engine.chance = 0.0
+    picked = len(heard.tokens)
+    rig.until(heard, State.RESTORING)
+    rig.store.flush(0.0)
+    if state is State.PREFILL:
+        rig.store.run_pending()
+        rig.loop._drain()
+    assert (rig.state(heard), len(heard.tokens), heard.end) == (state, picked, None)
+    if way == "time":
+        rig.now += 10
+    else:
+        WAYS[way](rig, heard)
+    rig.run()
+    if way in ("stop", "time"):
+        assert isinstance(heard.end, Ended) and heard.text.endswith("|")
+    else:
+        assert str(heard.error) == "cancelled"
+    assert heard.final in ([512], [700 + len(heard.tokens)] if way != "cancel" else [])
+    rig.settle()
+
+
 class BadText(PlainText):
     """Raises in one of its methods."""
 
@@ -290,10 +474,10 @@ class BadText(PlainText):
         super().__init__(4)
         self.where = where
 
-    def push(self, token: int) -> Piece:
+    def push(self, token: int, *, last: bool = False) -> Piece:
         if self.where == "push":
             raise KeyError("as planned")
-        return super().push(token)
+        return super().push(token, last=last)
 
     def end(self, reason: FinishReason) -> Piece:
         if self.where == "end":
@@ -543,6 +727,7 @@ def test_a_store_that_takes_nothing_slows_nothing_down_but_the_snapshot_says_so(
 def test_random_histories_end_every_work_once_with_the_right_tokens(seed: int) -> None:
     rng = random.Random(seed)
     rig = LoopRig(
+        engine=Forgetful(random.Random(seed), rng.choice([0.0, 0.02])),
         memory=rng.choice([0, 5_000, 1 << 20]), disk=rng.choice([20_000, 1 << 22]), rows=rng.randrange(1, 5),
         share_decoded=rng.random() < 0.5,
     )  # fmt: skip
@@ -659,9 +844,10 @@ def test_a_broken_engine_ends_every_work_and_the_thread_and_shows() -> None:
     late = Listener()
     loop.submit(short_work(), late)  # in the mailbox when it happens
     rig.engine.go.set()  # type: ignore[attr-defined]
-    for listener in [*works, late]:
-        end = listener.end()
-        assert isinstance(end, Failed) and isinstance(end.error, EngineFailed)
+    ends = [listener.end() for listener in [*works, late]]
+    # What ran may be what it died of; what waited is told to try again.
+    assert [type(end.error) for end in ends if isinstance(end, Failed)] == [EngineFailed] + 3 * [EngineDown]
+    assert loop.has_failed
     loop.close()
     assert not loop.is_alive(1e9)
     assert rig.store.stats().pinned == 0
@@ -676,7 +862,7 @@ def test_what_comes_after_the_end_is_answered_too() -> None:
     late = Listener()
     loop.submit(short_work(), late)
     end = late.end()
-    assert isinstance(end, Failed) and isinstance(end.error, EngineFailed)
+    assert isinstance(end, Failed) and isinstance(end.error, EngineDown)
     loop.cancel(RowId(1))
     loop.close()
 
@@ -690,7 +876,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_thread_and_shows() -> None:
     loop.submit(short_work(), waiting)
     loop.start()
     end = waiting.end()
-    assert isinstance(end, Failed) and isinstance(end.error, EngineFailed)
+    assert isinstance(end, Failed) and isinstance(end.error, EngineDown)
     loop.close()
     assert not loop.is_alive(1e9)
 
@@ -708,7 +894,7 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
     rig.engine.go.set()  # type: ignore[attr-defined]
     closing.join(60)
     ends = [listener.end() for listener in works]
-    assert all(isinstance(end, Ended) or isinstance(end.error, EngineFailed) for end in ends)
+    assert all(isinstance(end, Ended) or isinstance(end.error, EngineDown) for end in ends)
     assert any(isinstance(end, Failed) for end in ends)
     assert not loop.is_alive(1e9)
     assert [node for node in rig.cache._tree if node.holds] == []
@@ -729,6 +915,89 @@ def test_a_step_that_takes_too_long_shows() -> None:
     listener.end()
     loop.close()
     assert next(now) == 0
+
+
+def test_a_thread_that_died_is_followed_by_another_with_the_same_cache() -> None:
+    rig = LoopRig(engine=Gate(breaks=True))
+    loop = threaded(lambda: (rig.engine, rig.cache))
+    kept = rig.submit(prompt_of(300), keep=[300])
+    rig.engine.go.set()  # type: ignore[attr-defined]
+    rig.engine.breaks = False  # type: ignore[attr-defined]
+    rig.run()
+    rig.engine.breaks = True  # type: ignore[attr-defined]
+    loop.start()
+    first = Listener()
+    row = loop.submit(short_work(), first)
+    assert isinstance(first.end(), Failed)
+    fresh = FakeEngine(LAYOUT)
+    loop.restart(lambda: (fresh, rig.cache), Scheduler(SchedulerConfig(max_rows=1)))
+    again = Listener()
+    node = kept.nodes[300]
+    tokens = [*node.all_tokens(), 7]
+    assert loop.submit(replace(short_work(), owner="a", tokens=tokens, base=node), again) > row
+    while not again.ended.wait(0.01):
+        rig.store.run_pending()
+    end = again.end()
+    assert isinstance(end, Ended) and end.usage.cached_tokens == 300
+    assert loop.is_alive(1e9) and not loop.has_failed
+    loop.cancel(row)  # one of the dead thread's: nobody's now
+    assert loop.close()
+    rig.settle()
+
+
+def test_works_of_a_step_that_hangs_are_given_up_and_the_thread_goes_on_without_them() -> None:
+    rig = LoopRig(engine=Gate(breaks=False))
+    clock = {"now": 0.0}
+    loop = EngineLoop(
+        lambda: (rig.engine, rig.cache), Scheduler(SchedulerConfig(max_rows=2)), lambda: None, lambda: clock["now"]
+    )
+    loop.start()
+    works = [Listener() for _ in range(3)]
+    for listener in works:
+        loop.submit(replace(short_work(), keep=frozenset({20})), listener)
+    assert rig.engine.reached.wait(60)  # type: ignore[attr-defined]
+    late = Listener()
+    loop.submit(short_work(), late)  # in the mailbox
+    assert loop.give_up(30.0) == 0
+    clock["now"] = 31.0
+    assert loop.give_up(30.0) == 4
+    assert {type(listener.end().error) for listener in works[:1]} == {EngineFailed}  # type: ignore[union-attr]
+    assert isinstance(late.end(), Failed)
+    assert loop.give_up(30.0) == 0  # nothing is left
+    later = Listener()
+    loop.submit(short_work(), later)
+    assert loop.give_up(30.0) == 1 and isinstance(later.end(), Failed)
+    assert not loop.is_alive(30.0)
+    rig.engine.go.set()  # type: ignore[attr-defined]
+    served = Listener()
+    loop.submit(short_work(), served)
+    assert isinstance(served.end(), Ended)
+    assert loop.is_alive(30.0)
+    loop.close()
+    for listener in [*works, late, later]:
+        listener.end()  # still the only end that each has
+    assert rig.engine.rows == frozenset()
+    assert rig.store.stats().pinned == 0
+    assert [node for node in rig.cache._tree if node.holds] == []
+
+
+def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
+    rig = LoopRig(engine=Gate(breaks=False))
+    loop = threaded(lambda: (rig.engine, rig.cache))
+    loop.start()
+    loop.submit(short_work(), Listener())
+    assert rig.engine.reached.wait(60)  # type: ignore[attr-defined]
+    assert not loop.close(0.01)
+    rig.engine.go.set()  # type: ignore[attr-defined]
+    assert loop.close()
+
+
+def test_a_work_that_cannot_begin_is_nobody_elses_end(rig: LoopRig) -> None:
+    ill = rig.submit([-1, 2], generate=3)  # no token id
+    well = rig.submit(prompt_of(20), generate=3)
+    rig.run()
+    assert isinstance(ill.error, RowFailed)
+    assert well.tokens == rig.engine.continuation(prompt_of(20), 3)
 
 
 class Restful(FakeEngine):
@@ -757,3 +1026,53 @@ def test_memory_is_given_back_once_each_time_that_work_has_ceased(monkeypatch: p
         loop.submit(short_work(), listener)
         assert isinstance(listener.end(), Ended)
     loop.close()
+
+
+def test_a_row_that_fails_last_leaves_no_loan_behind() -> None:
+    rig = LoopRig(active=1)
+    rig.engine.footprint = rig.scheduler.footprint = Footprint(per_token=10, fixed=500, weights=1000)
+    heard = rig.submit([1, 2, 3], generate=50)
+    rig.until(heard, State.DECODE)
+    rig.turn()
+    assert rig.store._lent > 0
+    rig.loop._fail(heard.row, ValueError("the model refused it"), closed=True)
+    assert rig.scheduler.rows() == ()
+    assert rig.store._lent == 0
+
+
+@pytest.mark.parametrize("way", ["stop", "cancel and save"])
+def test_an_early_end_hands_out_the_deepest_place_that_stands(two: LoopRig, way: str) -> None:
+    prompt = prompt_of(2_000)
+    heard = two.submit(prompt, keep=[700], generate=5, save=True)
+    two.until(heard, State.PREFILL)
+    while two.loop._sequences[heard.row].position < 1_024:
+        assert two.turn()
+    last = two.loop._sequences[heard.row].recorder.last_block
+    for node in last.path():
+        if node.end > 512:
+            two.store.delete([RecordId(node.key, RecordKind.STATE)])
+    WAYS[way](two, heard)
+    two.run()
+    (event,) = [event for event in heard.events if isinstance(event, NodeAt) and event.final]
+    assert (event.node.end, event.lost) == (700, "")
+    assert two.cache.stands(event.node)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_a_stored_mark_stays_until_it_is_handed_out_though_its_snapshot_is_deleted(two: LoopRig, evicts: bool) -> None:
+    prompt = prompt_of(700)
+    first = two.submit(prompt, keep=[300])
+    two.run()
+    two.store.flush(0.0)
+    snapshot = two.cache.add_snapshot("a", first.nodes[300], Keep(), parent=None)
+    second = two.submit(prompt, keep=[300], generate=2)
+    two.until(second, State.RESTORING)
+    two.cache.delete(snapshot)
+    two.cache.let_go(first.nodes[300])
+    first.events = [event for event in first.events if not isinstance(event, NodeAt)]
+    if evicts:
+        two.store.trim(disk_bytes=1)
+    two.run()
+    assert second.receipt[0] == 512
+    (event,) = [event for event in second.events if isinstance(event, NodeAt)]
+    assert (event.node.end, event.lost) == (300, "")

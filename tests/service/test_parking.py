@@ -224,3 +224,37 @@ def test_what_could_not_be_kept_is_told_with_its_cause_and_a_time_to_retry() -> 
     assert "did not get on in time" in error.text
     told = store_full("no room for 5 bytes")  # a text of the store's
     assert told.metadata == {} and told.text.endswith("no room for 5 bytes")
+
+
+def test_on_a_stalled_disk_all_rows_together_park_a_bounded_number_of_bytes() -> None:
+    """Rows that wait for their end to be stored leave their slots, so no count of rows bounds what they hold."""
+    rig = slow_rig(rows=4, queue=60)
+    calls = [rig.submit(prompt_of(30, i), generate=3, save=True) for i in range(60)]
+    turn_all(rig)
+    parked = [place for places in rig.loop._parking._rows.values() for place in places]
+    assert 0 < sum(place.bytes for place in parked) == rig.loop._parking._bytes <= 4 * 2 * QUEUE
+    refused = [heard for heard in calls if heard.end is not None and "SKIPPED_QUEUE_FULL" in lost(heard).values()]
+    assert refused, "at once, as after the wait"
+    rig.settle()
+    assert rig.loop._parking._bytes == 0
+
+
+def test_a_cancelled_work_that_is_to_be_saved_waits_for_its_state(rig: LoopRig) -> None:
+    heard = rig.submit(prompt_of(1800), keep=[1100, 1800], generate=4, save_on_cancel=True)
+    turn_all(rig)
+    assert rig.loop._parking.holds(heard.row)
+    passed = rig.loop._sequences[heard.row].recorder.last_block
+    rig.loop.cancel(heard.row, save=True)
+    turn_all(rig)
+    assert heard.end is None and rig.engine.rows == frozenset()
+    rig.run()
+    assert str(heard.error) == "cancelled"
+    (event,) = [event for event in heard.events if isinstance(event, NodeAt) and event.final]
+    assert event.lost == "" and rig.cache.stands(event.node)
+    assert event.node.end == rig.cache.checkpoints_before(event.node, passed.end) > 0
+
+
+def test_state_that_was_evicted_has_a_hint_of_its_own() -> None:
+    error = store_full("NOT_STORED")
+    assert error.metadata == {"cause": "NOT_STORED"}
+    assert "evicted" in error.text and "--memory-bytes" in error.hint

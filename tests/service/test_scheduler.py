@@ -214,6 +214,22 @@ def test_members_of_a_group_are_admitted_together() -> None:
     assert scheduler.plan(0.0).admit == (0, 1, 4, 5)
 
 
+def test_members_of_a_group_pass_nobody_behind_one_that_has_to_wait_itself() -> None:
+    """A fork's first call has a long prompt and waits for a row; short calls of its group come without an end."""
+    config = SchedulerConfig(max_rows=1)
+    scheduler = filled(config, Demand(prompt_tokens=3000), Demand(prompt_tokens=3000, group="fork"), Demand())
+    scheduler.submit(row(3), Demand(group="fork"), 1.0)
+    assert scheduler.plan(1.0).admit == (0, 2)
+    scheduler.submit(row(4), Demand(), 2.0)
+    for number in range(5, 50):
+        scheduler.submit(row(number), Demand(group="fork"), float(number))
+    order = [3]
+    scheduler.drop(row(2))
+    assert list(scheduler.plan(50.0).admit) == order
+    scheduler.drop(row(3))
+    assert scheduler.plan(51.0).admit == (4,)
+
+
 def test_long_prompts_in_every_row_leave_room_for_short_ones() -> None:
     config = SchedulerConfig(max_rows=2)
     scheduler = filled(config, *[Demand(prompt_tokens=3000)] * 3, *[Demand(prompt_tokens=20)] * 3)
@@ -265,6 +281,26 @@ def test_kept_state_gives_up_memory_before_calls_have_to_wait() -> None:
     scheduler.drop(row(0))
     scheduler.drop(row(1))
     assert scheduler.plan(0.0) == Tick(admit=(row(2),), borrowed=0)
+
+
+def test_a_call_for_which_nothing_is_lent_waits_and_is_ended_once_it_would_wait_for_nobody() -> None:
+    size = FOOTPRINT.row_bytes(256)
+    demands = [Demand(prompt_tokens=256), Demand(prompt_tokens=512)]
+    scheduler = filled(SchedulerConfig(active_bytes=size, idle_bytes=2 * size), *demands)
+    asked: list[int] = []
+
+    def refuse(wanted: int) -> int:
+        asked.append(wanted)
+        return 1
+
+    assert scheduler.plan(0.0, refuse).admit == (0,)
+    assert asked == [FOOTPRINT.row_bytes(512)]
+    assert (scheduler.waits_for_loan, scheduler.is_idle) == (True, True)
+    assert scheduler.plan(PATIENCE + 1, refuse).unlent == ()
+    scheduler.drop(row(0))
+    assert scheduler.plan(PATIENCE + 2, refuse).unlent == (1,)
+    assert scheduler.rows() == ()
+    assert not scheduler.waits_for_loan
 
 
 def test_a_call_that_could_never_fit_is_refused_at_once() -> None:

@@ -1,8 +1,10 @@
 """Keep the answer, drop the thinking: `python strip_reasoning.py [ADDRESS]`.
 
 The model may think aloud before it answers. What it thought has served its purpose once the answer is there, and would
-only fill the context. So the state at the prompt's end is kept as a mark, and the next turn goes on from there: the
+only fill the context. So the state before the thinking is kept as a mark, and the next turn goes on from there: the
 prompt is restored, the answer is appended, the thinking was never there.
+
+Where the model's template marks its thinking, the server tells it apart and `text` is the answer alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ FOLLOW_UP = "And if I then buy five more?"
 
 
 def answer_of(text: str) -> str:
-    """What comes after the thinking, in the ways models mark it."""
+    """What comes after thinking that is part of the answer, in the ways models mark it."""
     for border in ("</think>", "Answer:"):
         if border in text:
             return text.rpartition(border)[2].strip()
@@ -29,13 +31,13 @@ def main(address: str) -> None:
     greedy, short = Sampling(temperature=0), Stopping(max_tokens=64)
     with Client(address, timeout=300) as client:
         with client.generate(
-            [Message.user(QUESTION)], marks=[Mark.prompt_end()], sampling=greedy, stopping=short
+            [Message.user(QUESTION)], marks=[Mark.reasoning_start()], sampling=greedy, stopping=short
         ) as first:
             for delta in first:
                 print(delta.text, end="", flush=True)
         print()
         if first.finished is None or 0 not in first.marks:
-            raise SystemExit("the state at the prompt's end could not be kept")
+            raise SystemExit("the state before the thinking could not be kept")
 
         answer = answer_of(first.text)
         with first.marks[0] as prompt:

@@ -36,11 +36,16 @@ from .messages import (
     Rounding,
     Sampling,
     SaveOptions,
+    Schema,
+    SchemaModel,
     SnapshotRef,
     Stopping,
     Tokens,
     chat,
+    choice,
+    json_schema,
     raw,
+    regex,
     tokens,
 )
 from .values import (
@@ -108,6 +113,8 @@ __all__ = [
     "Sampling",
     "SamplingDefaults",
     "SaveOptions",
+    "Schema",
+    "SchemaModel",
     "ServerInfo",
     "Snapshot",
     "SnapshotInfo",
@@ -122,7 +129,10 @@ __all__ = [
     "TopLogprob",
     "Usage",
     "chat",
+    "choice",
+    "json_schema",
     "raw",
+    "regex",
     "tokens",
 ]
 __all__ += _error_names

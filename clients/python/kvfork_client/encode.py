@@ -157,9 +157,13 @@ def mark_messages(values: Sequence[Mark]) -> list[types_pb.Mark]:
 
 def constraint_message(value: Constraint) -> inference_pb.Constraint:
     schema = value.json_schema
+    if schema is not None and not isinstance(schema, str):
+        known = schema if isinstance(schema, Mapping) else schema.model_json_schema()
+        schema = json.dumps(dict(known), allow_nan=False)
     return inference_pb.Constraint(
-        json_schema=json.dumps(dict(schema), allow_nan=False) if isinstance(schema, Mapping) else schema,
+        json_schema=schema,
         regex=value.regex,
         lark=value.lark,
+        choice=None if value.choice is None else inference_pb.Choice(options=value.choice),
         after_reasoning=value.after_reasoning,
     )

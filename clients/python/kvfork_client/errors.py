@@ -2,7 +2,7 @@
 
     KVForkError                      .reason .text .metadata .fields .retry_after .resource .advice
     ├── InvalidArgument              ModelMismatch, ContextOverflow, ImageUnsupported, ImageInvalid, ImageTooLarge,
-    │                                CutInsideImage, RequestIdReused, ImmutableField, PageTokenInvalid
+    │                                CutInsideImage, ConstraintFailed, RequestIdReused, ImmutableField, PageTokenInvalid
     ├── NotFound
     │   ├── ModelNotFound
     │   └── SnapshotNotFound         SnapshotExpired, SnapshotDeleted, SnapshotRolledBack, SnapshotEvicted,
@@ -39,6 +39,7 @@ __all__ = [
     "AlreadyExists",
     "Cancelled",
     "CheckpointCorrupt",
+    "ConstraintFailed",
     "ContextOverflow",
     "CutInsideImage",
     "DataLoss",
@@ -161,6 +162,13 @@ class ContextOverflow(InvalidArgument):
 
     REASON = "CONTEXT_OVERFLOW"
     advice = "shorten the input, or roll back to an earlier point first"
+
+
+class ConstraintFailed(InvalidArgument):
+    """In the middle of a generation: no token fits the form any more, or following it costs too much."""
+
+    REASON = "CONSTRAINT_FAILED"
+    advice = "make the form simpler, or one that can always be completed"
 
 
 class ImageUnsupported(InvalidArgument):

@@ -85,6 +85,7 @@ class Folding(Generic[S]):
             finished=self.finished,
             token_ids=tuple(self._token_ids),
             reasoning=self.text(Channel.REASONING),
+            tool_calls=self.text(Channel.TOOL_CALL),
         )
 
     def _handle(self, info: SnapshotInfo | None) -> S | None:

@@ -19,6 +19,7 @@ class GenerateOptions(TypedDict, total=False):
     model: "models/{id}"; only needed without a parent on a server with several models.
     save: True or SaveOptions keeps the final state as a snapshot; save_on_cancel needs a chosen snapshot_id.
     marks: places to keep on the way; their snapshots appear in `Generation.marks` by index.
+    constraint: a form that the text must have: `json_schema(…)`, `regex(…)`, `choice(…)` or a Constraint.
     max_recompute_tokens: fail with RecomputeLimit rather than compute more of the parent again.
     token_ids, top_logprobs, min_tokens_per_delta, progress: what the stream carries.
     priority: higher goes first; 0 is normal.

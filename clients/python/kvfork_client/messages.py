@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 Seconds = float | dt.timedelta
 
@@ -264,15 +264,42 @@ class Mark:
         return cls(landmark=Landmark.REASONING_END, options=options or SaveOptions())
 
 
+class SchemaModel(Protocol):
+    """A class that knows its JSON Schema, as pydantic's models do."""
+
+    def model_json_schema(self) -> Mapping[str, Any]: ...
+
+
+Schema = str | Mapping[str, object] | SchemaModel
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A form the new text must have. Exactly one of the three kinds."""
+    """A form the new text must have. Exactly one of the four kinds; `json_schema`, `regex` and `choice` make one."""
 
-    json_schema: str | Mapping[str, object] | None = None
+    json_schema: Schema | None = None
     regex: str | None = None
     lark: str | None = None
-    after_reasoning: bool = False
+    choice: Sequence[str] | None = None
+    after_reasoning: bool = False  # only what follows the model's reasoning, if it has any
 
     def __post_init__(self) -> None:
-        if sum(kind is not None for kind in (self.json_schema, self.regex, self.lark)) != 1:
+        if sum(kind is not None for kind in (self.json_schema, self.regex, self.lark, self.choice)) != 1:
             raise ValueError("a constraint has exactly one kind")
+        if isinstance(self.choice, str):
+            raise TypeError("a choice is of several texts, not of one text's letters")
+
+
+def json_schema(schema: Schema, *, after_reasoning: bool = False) -> Constraint:
+    """JSON of this schema: a mapping, a document as text, or a class with `model_json_schema()`."""
+    return Constraint(json_schema=schema, after_reasoning=after_reasoning)
+
+
+def regex(pattern: str, *, after_reasoning: bool = False) -> Constraint:
+    """Text that the pattern matches as a whole."""
+    return Constraint(regex=pattern, after_reasoning=after_reasoning)
+
+
+def choice(*options: str, after_reasoning: bool = False) -> Constraint:
+    """One of these texts, word for word."""
+    return Constraint(choice=options, after_reasoning=after_reasoning)

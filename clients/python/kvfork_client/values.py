@@ -209,12 +209,13 @@ class Finished(Generic[S]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult(Generic[S]):
-    """A whole generation. `text` is the answer channel; `token_ids` only if they were asked for."""
+    """A whole generation, by channel: `text` is the answer. `token_ids` only if they were asked for."""
 
     text: str
     finished: Finished[S]
     token_ids: tuple[int, ...] = ()
     reasoning: str = ""
+    tool_calls: str = ""  # as the model writes them, one after the other
 
     @property
     def snapshot(self) -> S | None:

@@ -88,16 +88,24 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., parent: _Optional[str] = ..., input: _Optional[_Union[_types_pb2.Input, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.Stopping, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., save: _Optional[_Union[_types_pb2.SnapshotOptions, _Mapping]] = ..., save_on_cancel: _Optional[bool] = ..., max_recompute_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_types_pb2.Mark, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Constraint(_message.Message):
-    __slots__ = ("json_schema", "regex", "lark", "after_reasoning")
+    __slots__ = ("json_schema", "regex", "lark", "choice", "after_reasoning")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     LARK_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     AFTER_REASONING_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     lark: str
+    choice: Choice
     after_reasoning: bool
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., after_reasoning: _Optional[bool] = ...) -> None: ...
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., after_reasoning: _Optional[bool] = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("options",)
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    options: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("token_ids", "top_logprobs", "min_tokens_per_delta", "progress")
