@@ -10,8 +10,9 @@ working memory of a prefill still in it (`busy_mib`).
 `memory.extra_over_uncheckpointed`: long prompts sent at once to a model of Gemma 3's shape (five window layers to a
 global one). Ours is the most that working caches, the memory tier and the writer's queue took together, each at its
 worst; against it, what the same prompts take where every layer keeps every token, which is what going back to any of
-their boundaries takes without checkpoints. No working memory of model calls is in either; `resident_mib` is the most by
-which the process grew from the loaded model, with all of it.
+their boundaries takes without checkpoints. The memory budget is one prompt's global state; all else lies on disk and
+comes back from there. No working memory of model calls is in either side; `resident_mib` is the most by which the
+process grew from the loaded model, with all of it.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _at_once(count: int, length: int) -> None:
         build_tiny("bench-window-heavy", folder)
         with Server(str(folder)) as probe:
             per_token = probe.get_model().bytes_per_token  # of the global layers
-        budget = count * length * per_token // 2
+        budget = max(4 * MIB, length * per_token)
         flags = ("--memory-bytes", str(budget), "--disk-bytes", "4GiB", "--max-batch", str(count))
         server = stack.enter_context(Server(str(folder), *flags, program=TIMED))
         vocab = server.get_model().vocab_size
@@ -169,6 +170,7 @@ def _at_once(count: int, length: int) -> None:
             n=count,
             extra={
                 "sides_unit": "MiB",
+                "budget_mib": budget / MIB,
                 "active_mib": active / MIB,
                 "stored_mib": stored / MIB,
                 "resident_mib": resident / MIB,

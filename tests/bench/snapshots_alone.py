@@ -69,9 +69,11 @@ def _keep(cache: PrefixCache, prompt: array[int], end: int, name: str) -> None:
         kinds = cache.wants(node, prompt[start:stop], schedule, logits=stop == end)
         done = cache.commit(node, prompt[start:stop], schedule, {k: os.urandom(SIZES[k]) for k in kinds}, explicit=True)
         assert done.lost is None, done.lost
-        cache.let_go(done.node)
+        if stop < end:
+            cache.let_go(done.node)
         node = done.node
     cache.add_snapshot("bench", node, Keep(snapshot_id=name), parent=None)
+    cache.let_go(node)
     cache.store.flush(60)
 
 

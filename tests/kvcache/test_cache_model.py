@@ -190,7 +190,8 @@ class Play:
         node = self.any_node()
         if node is None or node.parent is None:
             return
-        position = self.rng.randrange(1, node.end + 1) if self.rng.random() < 0.5 else self.rng.choice(PLACES)
+        somewhere, kept = self.rng.randrange(1, node.end + 1), [n.end for n in node.path()]
+        position = self.rng.choice([somewhere, self.rng.choice(PLACES), self.rng.choice(kept)])
         if position > node.end:
             return
         found = self.cache.cut(node, position)
