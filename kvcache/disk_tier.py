@@ -18,6 +18,7 @@ from kvcache.errors import DiskFull, FormatError, MissingRecord, RecordError, St
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import Entry, RecordIndex
 from kvcache.notes import NoteBook
+from kvcache.reading import Reader
 from kvcache.records import Buffer, FetchResult, Name, Note, NoteId, PutResult, RecordId, Tier
 from kvcache.segments import Extent, SegmentLog, Step
 from kvcache.stats import Tally
@@ -91,6 +92,7 @@ class DiskTier:
         self._io = io
         self._breaker = breaker
         self._clock = clock
+        self._reader = Reader(segments)
         self.notes = NoteBook(segments)
         self._last_refusal = PutResult.SKIPPED_DISK_ERROR
         self._awaits_room = False  # the last failure was ours to end: nothing could be evicted
@@ -105,6 +107,10 @@ class DiskTier:
         """Try at once what failed only for want of something to evict."""
         if self._awaits_room:
             self._resume()
+
+    def close(self) -> None:
+        """After the last job."""
+        self._reader.close()
 
     # Jobs. REQUIRES: lock is not held
 
@@ -213,17 +219,16 @@ class DiskTier:
             found = ledger.find(records)
         if isinstance(found, FetchResult):
             return found
+        read = iter(self._reader.read([(entry.record, extent) for entry, _, _, extent in found if extent is not None]))
         payloads: list[Buffer] = []
         for entry, _, payload, extent in found:
-            if extent is not None:
-                try:
-                    payload = self._segments.read(entry.record, extent)
-                except RecordError as error:
-                    self._drop_bad(entry, error)
-                    self.apply_releases()
-                    return FetchResult.refused(error)
-            assert payload is not None, "a record without an extent has its payload in memory"
-            payloads.append(payload)
+            answer = next(read) if extent is not None else payload
+            if isinstance(answer, RecordError):
+                self._drop_bad(entry, answer)
+                self.apply_releases()
+                return FetchResult.refused(answer)
+            assert answer is not None, "a record without an extent has its payload in memory"
+            payloads.append(answer)
         with ledger.lock:
             return ledger.served(found, payloads)
 

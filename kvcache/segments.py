@@ -217,9 +217,12 @@ class SegmentLog:
         self.file_bytes -= size
         return size
 
-    def read(self, record: Name, extent: Extent) -> Buffer:
-        """The payload. CorruptRecord if `extent` does not hold what was written as `record`; UnreadableRecord."""
-        data = self._read(record, extent, self._scratch if self._seal.copies else None)
+    def read(self, record: Name, extent: Extent, scratch: Scratch | None = None) -> Buffer:
+        """The payload. CorruptRecord if `extent` does not hold what was written as `record`; UnreadableRecord.
+
+        Two threads may read at once if one of them brings a `scratch` of its own, and nothing else runs meanwhile.
+        """
+        data = self._read(record, extent, (scratch or self._scratch) if self._seal.copies else None)
         try:
             return self._seal.open(record, data)
         except FormatError as error:

@@ -1,4 +1,4 @@
-"""Where segment bytes live. Owns files and nothing of what is in them; used by one thread at a time.
+"""Where segment bytes live. Owns files and nothing of what is in them; used by one thread at a time, but for reading.
 
 `FileStorage` keeps every segment nameless: created, opened and unlinked in one go, so that the kernel frees the bytes
 when the process ends, however it ends. `MemoryStorage` is its double.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,10 @@ class Storage(Protocol):
         ...
 
     def read_into(self, segment: int, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer`; returns how many bytes there were, fewer only at the segment's end."""
+        """Fill `buffer`; returns how many bytes there were, fewer only at the segment's end.
+
+        The one method that two threads may be in at once.
+        """
         ...
 
     def truncate(self, segment: int, size: int) -> None: ...
@@ -97,9 +101,7 @@ class FileStorage:
         write_fully(file, parts)
 
     def read_into(self, segment: int, offset: int, buffer: memoryview) -> int:
-        file = self._files[segment]
-        os.lseek(file, offset, os.SEEK_SET)
-        return read_fully(file, buffer)
+        return read_fully(self._files[segment], offset, buffer)
 
     def truncate(self, segment: int, size: int) -> None:
         os.ftruncate(self._files[segment], size)
@@ -144,15 +146,26 @@ def write_fully(file: int, parts: Sequence[Buffer]) -> None:
             left[0] = left[0][written:]
 
 
-def read_fully(file: int, buffer: memoryview) -> int:
-    """Fill `buffer` from a file's position; returns how many bytes there were."""
+def read_fully(file: int, offset: int, buffer: memoryview) -> int:
+    """Fill `buffer` from an offset on; returns how many bytes there were."""
     filled = 0
     while filled < len(buffer):
-        count = os.readv(file, [buffer[filled:]])
+        count = _read_at(file, offset + filled, buffer[filled:])
         if count == 0:
             break
         filled += count
     return filled
+
+
+_position = threading.Lock()  # of a file, where the system cannot read without moving it
+
+
+def _read_at(file: int, offset: int, buffer: memoryview) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [buffer], offset)
+    with _position:
+        os.lseek(file, offset, os.SEEK_SET)
+        return os.readv(file, [buffer])
 
 
 class MemoryStorage:

@@ -140,6 +140,7 @@ class TieredStore:
                 return
             self._ledger.closed = True
         self._io.stop()
+        self._disk.close()
         with self._lock:
             self._index.clear()
             self._ledger.settled.notify_all()

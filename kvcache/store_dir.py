@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -181,6 +182,7 @@ class DirectoryStorage:
         self._directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         sync_directory(directory.parent)
         self._files: dict[int, int] = {}  # opened when first used: files of other models stay shut
+        self._opening = threading.Lock()  # two threads may read
         self._unnamed: set[int] = set()  # created, and the directory not yet synced
 
     def create(self, segment: int) -> None:
@@ -194,9 +196,7 @@ class DirectoryStorage:
         write_fully(file, parts)
 
     def read_into(self, segment: int, offset: int, buffer: memoryview) -> int:
-        file = self._file(segment)
-        os.lseek(file, offset, os.SEEK_SET)
-        return read_fully(file, buffer)
+        return read_fully(self._file(segment), offset, buffer)
 
     def truncate(self, segment: int, size: int) -> None:
         os.ftruncate(self._file(segment), size)
@@ -238,13 +238,14 @@ class DirectoryStorage:
                 os.close(file)
 
     def _file(self, segment: int) -> int:
-        file = self._files.get(segment)
-        if file is None:
-            if not self._path(segment).exists():
-                raise FileNotFoundError(errno.ENOENT, "no such segment", str(segment))
-            file = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            self._files[segment] = file
-        return file
+        with self._opening:
+            file = self._files.get(segment)
+            if file is None:
+                if not self._path(segment).exists():
+                    raise FileNotFoundError(errno.ENOENT, "no such segment", str(segment))
+                file = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                self._files[segment] = file
+            return file
 
     def _path(self, segment: int) -> Path:
         return self._directory / f"segment-{segment:08d}.kv"

@@ -1,4 +1,4 @@
-"""The package's only thread, and the pause it takes when the disk keeps failing. Knows nothing of records.
+"""The I/O thread, and the pause it takes when the disk keeps failing. Knows nothing of records.
 
 Urgent jobs (reads, trims) run before background ones (writes), in order of arrival; a long background job lets waiting
 urgent ones through by calling `run_urgent`. Hand-over is one lock with a condition: the thread sleeps until there is
