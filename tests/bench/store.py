@@ -245,7 +245,10 @@ def _snapshots(count: int) -> None:
 
 
 def _decoding(options: Options, quiet: Quiet) -> None:
-    """One chat, long enough to pass a boundary for every 256 tokens, with checkpoints written and with none."""
+    """One chat that will be saved, long enough to pass boundaries, with checkpoints written and with none.
+
+    A chat that will not be saved stores none of the blocks that it decodes.
+    """
     model = options.model or ("tiny-gemma3" if options.quick else "gemma3")
     rounds = 1 if options.quick else options.runs or 5
     prompt, answer = (200, 80) if options.quick else (500, 280)
@@ -258,7 +261,8 @@ def _decoding(options: Options, quiet: Quiet) -> None:
             order = list(speeds)[:: 1 if number % 2 else -1]
             for how in order:
                 quiet.wait()
-                reply = servers[how].generate(raw(tokens=some_tokens(prompt, number, vocab)), answer)
+                reply = servers[how].generate(raw(tokens=some_tokens(prompt, number, vocab)), answer, save=True)
+                servers[how].delete(reply.snapshot)
                 speeds[how].append((len(reply.times) - 1) / (reply.times[-1] - reply.times[0]))
             note(f"  decode with checkpoints {speeds['through'][-1]:.2f}, without {speeds['off'][-1]:.2f} tokens/s")
         written = servers["through"].stats().checkpoints_written
