@@ -18,7 +18,9 @@ PROMISED = {
     },
     "chat": {
         "chat.aggregate_over_peer_1",
+        "chat.aggregate_over_peer_1_other",
         "chat.aggregate_over_peer_2",
+        "chat.aggregate_over_peer_2_other",
         "chat.decode_2_over_1",
         "chat.host_share_of_step",
     },
