@@ -57,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     from kvcache.errors import StoreUnusable
+    from service.rpc.access import AccessUnusable
 
     try:
         return app.main(config, folder, _model_id(config.model, folder), _ready)
-    except StoreUnusable as error:
+    except (StoreUnusable, AccessUnusable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

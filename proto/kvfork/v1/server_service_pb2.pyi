@@ -122,10 +122,12 @@ class GetCacheStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCacheStatsResponse(_message.Message):
-    __slots__ = ("stats",)
+    __slots__ = ("stats", "owner")
     STATS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     stats: CacheStats
-    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ...) -> None: ...
+    owner: str
+    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class CacheStats(_message.Message):
     __slots__ = ("checkpoint_interval", "active_sequences", "queued_calls", "memory_snapshots", "disk_snapshots", "token_snapshots", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "prompt_tokens", "cached_tokens", "recomputed_tokens", "checkpoints_written", "checkpoints_read", "checkpoints_corrupt", "evictions", "checkpoint_policy", "checkpoints_skipped", "pending_bytes", "written_today_bytes", "daily_write_limit_bytes", "write_errors", "writes_paused", "last_write_error")
