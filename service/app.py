@@ -62,6 +62,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
                 max_ttl=config.max_ttl,
             ),
             share_decoded=config.share_decoded,
+            share_prefixes=config.share_prefixes,
             durable=durable.about if durable is not None else None,
             checkpoints=Checkpoints(policy=policy, state_spacing=config.state_spacing),
         )
