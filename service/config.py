@@ -27,6 +27,9 @@ __all__ = ["Config", "ConfigError", "Given", "add_arguments", "split_address"]
 PREFIX = "KVFORK_"
 FILE_VARIABLE = "KVFORK_CONFIG"
 
+# Their values are not for a screen: people put secrets into command lines.
+SECRET = frozenset({"key_command", "token_command"})
+
 # Read elsewhere: the first two by the model commands, the others by the commands that talk to a server (which read the
 # address as well).
 FOREIGN_VARIABLES = frozenset(
@@ -587,7 +590,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=_argument(_parse_path), metavar="FILE", help=f"settings, a TOML file [{FILE_VARIABLE}]"
     )
     for option in OPTIONS:
-        text = option.help if "(default:" in option.help else f"{option.help} (default: {_shown(plain[option.name])})"
+        text = option.help if "(default:" in option.help else f"{option.help} (default: {shown(plain[option.name])})"
         arguments = {"type": _argument(option.parse), "metavar": option.metavar, "default": None, "dest": option.name}
         if option.parse is _parse_switch:
             arguments |= {"nargs": "?", "const": True}  # a bare flag switches on
@@ -636,7 +639,8 @@ def _argument(parse: Callable[[str], object]) -> Callable[[str], object]:
     return convert
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as its flag takes it."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, float):
