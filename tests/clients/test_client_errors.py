@@ -179,7 +179,13 @@ def test_the_servers_table_and_this_one_agree() -> None:
     """The two are kept apart on purpose: a client knows no server code. This keeps them one."""
     from service.rpc.status import CODES
 
-    general = {"INTERNAL", "INVALID_FIELD", "UNSUPPORTED", "ROW_FAILED", "UNAUTHENTICATED"}  # the class of the code says it all
+    general = {
+        "INTERNAL",
+        "INVALID_FIELD",
+        "UNSUPPORTED",
+        "ROW_FAILED",
+        "UNAUTHENTICATED",
+    }  # the class of the code says it all
     for error, code in CODES.items():
         found = error_class(code, error.reason)
         assert found.CODE is code, error
