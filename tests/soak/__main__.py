@@ -73,6 +73,9 @@ def soak(model: str, seconds: float, round_seconds: float, seed: int) -> Run:
         log = server.complaints()
         if log:
             run.wrong.append(f"the log complains: {log[-2000:]}")
+    except BaseException:
+        print(f"the server's log:\n{server.log.read_text()[-20_000:]}", file=sys.stderr)
+        raise
     finally:
         server.close()
     drift = trend(run.resident)
