@@ -77,6 +77,8 @@ def report(core: Any) -> dict[str, Any]:
     """Everything that a call takes, counted."""
     import mlx.core as mx
 
+    from service.scheduler import State
+
     gc.collect()
     runtime = core._rt
     loop, cache = runtime.loop, runtime.loaded.cache
@@ -86,8 +88,8 @@ def report(core: Any) -> dict[str, Any]:
         "tasks": len(asyncio.all_tasks()),
         "threads": threading.active_count(),
         "files": sum("(deleted)" not in name for name in open_files()),  # the store's are unlinked, and bounded
-        "sequences": len(loop._sequences),
-        "scheduled": len(loop._scheduler.rows()),
+        "sequences": len(loop._steps.rows),
+        "scheduled": loop._scheduler.count(*State),
         "states": repr(loop._scheduler),
         "rows": len(engine._rows),
         "row_bytes": engine.active_bytes(),
