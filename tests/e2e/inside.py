@@ -1,9 +1,9 @@
 """`kvfork serve` with a window into it and a way to hurt its engine. For tests: run as a module instead of `service`.
 
 A prompt that holds one of the tokens below, among others, hurts the engine when it is prefilled; one that was generated
-is fed alone and does no harm. TESTS_UNHURT makes them tokens as others are. SIGUSR1 makes the process write what it holds to the file that TESTS_REPORT names: a
-client cannot see tasks, rows and holds, and none of them may be left. SIGUSR2 makes it write to stderr where its
-threads stand.
+is fed alone and does no harm. With TESTS_UNHURT set they are tokens as others are. SIGUSR1 makes the process write what
+it holds to the file that TESTS_REPORT names: a client cannot see tasks, rows and holds, and none of them may be left.
+SIGUSR2 makes it write to stderr where its threads stand.
 """
 
 from __future__ import annotations
