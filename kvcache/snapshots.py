@@ -135,7 +135,7 @@ class SnapshotRegistry:
             snapshot = None
         if snapshot is not None:
             return snapshot
-        tomb = self._tombs.get(owner, {}).get(snapshot_id)
+        tomb = self._tombs[owner].get(snapshot_id) if owner in self._tombs else None
         if tomb is not None and now - tomb[1] < TOMBSTONE_SECONDS:
             raise GoneSnapshot(snapshot_id, tomb[0], tomb[1])
         raise UnknownSnapshot(snapshot_id, f"no snapshot {snapshot_id}")
