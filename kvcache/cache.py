@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcache.blocks import block_key, root_key
-from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
+from kvcache.checkpoints import Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
 from kvcache.names import DEFAULT_LIMITS, CacheLimits, Durable, Keep, NamedSnapshots, new_snapshot_id
@@ -62,15 +62,18 @@ class PrefixCache(NamedSnapshots):
         share_decoded: bool = False,
         clock: Callable[[], float] = time.time,
         durable: Durable | None = None,
-        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
         """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded."""
         super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable)
         self.share_decoded = share_decoded
-        self.checkpoints = checkpoints
         self._tree = self._stock.tree
         self._matcher = Matcher(self._stock, share_decoded=share_decoded)
         self._places = Places(self._stock)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The store's: what it may write is what is worth keeping on the way."""
+        return self.store.checkpoints
 
     def __repr__(self) -> str:
         return f"<PrefixCache snapshots={len(self._snapshots)} nodes={len(self._tree)}>"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvcache.checkpoints import CheckpointPolicy
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.errors import StoreClosed, StoreError
 from kvcache.eviction import Place
@@ -58,9 +58,7 @@ class StoreConfig:
     segment_bytes: int = 64 * MIB
     min_free_bytes: int = 1024 * MIB  # writing never takes the file system's free space below this
     encrypt: bool = True
-    policy: CheckpointPolicy = (
-        CheckpointPolicy.THROUGH
-    )  # THROUGH: all may be written; MARKS: explicit records; OFF: none
+    checkpoints: Checkpoints = DEFAULT_CHECKPOINTS  # THROUGH: all may be written; MARKS: explicit records; OFF: none
     daily_write_bytes: int | None = None  # implicit records are not written beyond it; None: no limit
     retry_pause_s: float = 1.0  # first pause after writes failed; doubles
     longest_pause_s: float = 60.0
@@ -339,6 +337,10 @@ class TieredStore:
             return list(self._index)
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        return self._config.checkpoints
+
+    @property
     def queue_bytes(self) -> int:
         """Bound on pending payloads that somebody asked for."""
         return self._queue_limit(explicit=True)
@@ -540,7 +542,7 @@ class TieredStore:
         return loan or self._queue_takes(entry.size, explicit=entry.explicit)
 
     def _may_write(self, *, explicit: bool) -> bool:
-        policy = self._config.policy
+        policy = self._config.checkpoints.policy
         return policy is CheckpointPolicy.THROUGH or (policy is CheckpointPolicy.MARKS and explicit)
 
     def _affords(self, size: int, *, explicit: bool) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcache.cache import CacheLimits, PrefixCache
-from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.store import StoreConfig, TieredStore
 from service.config import Config
 from service.core import Core
@@ -40,13 +39,12 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
 
         log.info("loading %s from %s", model_name, folder)
         model, facts = load_model(folder)
-        policy = CheckpointPolicy(config.checkpoints)
         store_config = StoreConfig(
             directory=config.scratch_dir,
             memory_bytes=config.memory_bytes,
             disk_bytes=config.disk_budget,
             queue_bytes=min(QUEUE_BYTES, config.memory_bytes // 4),
-            policy=policy,
+            checkpoints=config.kept_on_the_way(),
             daily_write_bytes=config.daily_write_bytes,
         )
         store = durable.store(store_config, facts.fingerprint) if durable is not None else TieredStore(store_config)
@@ -62,7 +60,6 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             ),
             share_decoded=config.share_decoded,
             durable=durable.about if durable is not None else None,
-            checkpoints=Checkpoints(policy=policy, state_spacing=config.state_spacing),
         )
         store.start()
         codec = TextCodec.load(folder)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
+
 PREFIX = "KVFORK_"
 
 # Read elsewhere: the address by the command-line client as well, the other two by the model commands.
@@ -59,8 +61,8 @@ class Config:
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
-    checkpoints: str = "through"
-    state_spacing: int = 4
+    checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS.policy
+    state_spacing: int = DEFAULT_CHECKPOINTS.state_spacing
     daily_write_bytes: int | None = None  # None: no limit
     snapshot_wait: float = 10.0
     prefill_budget: int = 320
@@ -94,10 +96,12 @@ class Config:
         if self.store_dir is None and (self.key_file is not None or self.key_command):
             name = "key_file" if self.key_file is not None else "key_command"
             raise ConfigError(f"{name}: is of no use without store_dir")
-        if self.checkpoints == "off" and self.store_dir is not None:
+        if self.checkpoints is CheckpointPolicy.OFF and self.store_dir is not None:
             raise ConfigError("checkpoints: off writes nothing, so store_dir would keep nothing; give one or the other")
-        if self.state_spacing < 0 or self.state_spacing == 1:
-            raise ConfigError("state_spacing: must be 0 (keep all) or at least 2")
+        try:
+            self.kept_on_the_way()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if self.snapshot_wait < 0:
             raise ConfigError("snapshot_wait: must not be negative")
         if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
@@ -109,7 +113,11 @@ class Config:
     @property
     def disk_budget(self) -> int:
         """Bytes that the disk tier may take."""
-        return 0 if self.checkpoints == "off" else self.disk_bytes
+        return 0 if self.checkpoints is CheckpointPolicy.OFF else self.disk_bytes
+
+    def kept_on_the_way(self) -> Checkpoints:
+        """What store and cache keep of what a run passes. Raises ValueError if it makes no sense."""
+        return Checkpoints(policy=self.checkpoints, state_spacing=self.state_spacing)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
@@ -212,6 +220,10 @@ def _parse_path(text: str) -> Path:
     if not text:
         raise ValueError("must be a path")
     return Path(text).expanduser()
+
+
+def _parse_policy(text: str) -> CheckpointPolicy:
+    return CheckpointPolicy(_one_of(*(policy.value for policy in CheckpointPolicy))(text))
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -330,7 +342,7 @@ OPTIONS = (
     ),
     Option(
         "checkpoints",
-        _one_of("through", "marks", "off"),
+        _parse_policy,
         "POLICY",
         "which model state is stored on the way: through (every 256 tokens), marks (only what snapshots and marks "
         "need), off (as marks, in memory alone: nothing is written to disk)",
@@ -457,6 +469,8 @@ def _argument(parse: Callable[[str], object]) -> Callable[[str], object]:
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
+    if isinstance(value, CheckpointPolicy):
+        return value.value
     if isinstance(value, float):
         return f"{value:g}s"
     if isinstance(value, int) and value >= MIB and value % MIB == 0:

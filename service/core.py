@@ -190,7 +190,7 @@ class Core:
             checkpoints_read=sum(usage.records for usage in store.read.values()),
             checkpoints_corrupt=store.corrupt,
             evictions=sum(usage.records for usage in store.evicted.values()),
-            checkpoint_policy=self._rt.config.checkpoints,
+            checkpoint_policy=self._rt.config.checkpoints.value,
             checkpoints_skipped={reason.value: count for reason, count in store.skipped.items() if count},
             pending_bytes=store.pending_bytes,
             written_today_bytes=store.written_today,
@@ -269,6 +269,6 @@ def _no_stats(config: Config) -> StatsView:
         checkpoints_read=0,
         checkpoints_corrupt=0,
         evictions=0,
-        checkpoint_policy=config.checkpoints,
+        checkpoint_policy=config.checkpoints.value,
         daily_write_limit_bytes=config.daily_write_bytes,
     )

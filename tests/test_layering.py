@@ -84,7 +84,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.request": (),
     "service.errors": (),
     "service.events": ("kvcache.receipt",),
-    "service.config": (),
+    "service.config": ("kvcache.checkpoints",),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
 }
 

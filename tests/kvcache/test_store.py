@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from storage_doubles import FaultyStorage, GatedStorage, payload, record
 
-from kvcache.checkpoints import CheckpointPolicy
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.errors import CorruptRecord, MissingRecord, StoreClosed, UnreadableRecord
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.records import FetchResult, PutResult, RecordId, RecordKind, Tier
@@ -804,7 +804,7 @@ def test_pinned_memory_is_not_lent_and_asking_for_it_touches_nothing() -> None:
 
 
 def test_what_a_loan_leaves_no_room_for_is_not_called_too_large() -> None:
-    store = store_over(policy=CheckpointPolicy.OFF)  # type: ignore[arg-type]
+    store = store_over(checkpoints=Checkpoints(policy=CheckpointPolicy.OFF))  # type: ignore[arg-type]
     store.lend(9 * SIZE + 1)
     assert put(store, 1) is PutResult.SKIPPED_MEMORY_FULL
     assert store.put(record(2), payload(2, 10 * SIZE + 1), explicit=True) is PutResult.SKIPPED_TOO_LARGE

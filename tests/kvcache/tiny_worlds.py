@@ -82,7 +82,7 @@ class World:
             queue_bytes=queue,
             segment_bytes=2_000,
             min_free_bytes=0,
-            policy=checkpoints.policy,
+            checkpoints=checkpoints,
         )
         self.store = TieredStore(config, self.storage, clock=lambda: self.now)
         self.cache = PrefixCache(
@@ -92,7 +92,6 @@ class World:
             limits=limits,
             share_decoded=share_decoded,
             clock=lambda: self.now,
-            checkpoints=checkpoints,
         )
 
     @property
