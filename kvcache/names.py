@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvcache.changes import Change, ChangeLog
 from kvcache.errors import StoreError
 from kvcache.journal import Journal
 from kvcache.keys import KeyRing
@@ -90,6 +91,8 @@ class NamedSnapshots:
         self._snapshots = SnapshotRegistry(
             max_per_owner=limits.max_snapshots, max_pinned=limits.max_pinned, forget=self._forget
         )
+        self._changes = ChangeLog(2 * limits.max_snapshots)  # one call can drop all that an owner has
+        self._tell: Callable[[str], None] = lambda owner: None
         self._durable = durable
         self._journal: Journal | None = None
         if durable is not None:
@@ -122,6 +125,7 @@ class NamedSnapshots:
         with self._lock:
             self._snapshots.expire(now)
             self._snapshots.add(snapshot)
+            self._log(snapshot.owner, Change(snapshot.id, None, snapshot.labels))
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
             if snapshot.pinned:
@@ -197,6 +201,7 @@ class NamedSnapshots:
                 self.store.unpin(self._stock.records_of(snapshot.node))
             if pinned is not None:
                 snapshot.pinned = pinned
+            before = snapshot.labels
             if labels is not None:
                 snapshot.labels = dict(labels)
             now = self._clock()
@@ -206,6 +211,7 @@ class NamedSnapshots:
             if expires is not None:
                 snapshot.expires = min(expires, now + self.limits.max_ttl)
             self._changed(snapshot)
+            self._log(snapshot.owner, Change(snapshot.id, before, snapshot.labels))
 
     def extend(self, snapshot: Snapshot, ttl: float | None) -> None:
         """More time from now on; never less than promised."""
@@ -214,6 +220,28 @@ class NamedSnapshots:
                 snapshot.ttl = min(ttl, self.limits.max_ttl)
             snapshot.expires = max(snapshot.expires, self._clock() + snapshot.ttl)
             self._changed(snapshot)
+            self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
+
+    def when_changed(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called with the owner after each change of its names, under the lock, on any thread: no waiting."""
+        self._tell = tell
+
+    def changes_head(self, owner: str) -> int:
+        """The place in the owner's log of changes behind all that has happened so far."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            return self._changes.head(owner)
+
+    def changes_since(self, owner: str, place: int, most: int) -> list[Change]:
+        """Up to `most` changes from `place` on, oldest first. Raises PlacePassed if the log has moved on."""
+        with self._lock:
+            return self._changes.since(owner, place, most)
+
+    def state_changed(self, snapshot: Snapshot) -> None:
+        """Somebody saw that the state behind a name is elsewhere now; of no effect on a name that is gone."""
+        with self._lock:
+            if not self._snapshots_gone(snapshot):
+                self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
 
     def rehome(self, snapshot: Snapshot, node: Node) -> None:
         """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""
@@ -252,7 +280,10 @@ class NamedSnapshots:
 
         def safe(error: StoreError | None) -> None:
             with self._lock:
-                snapshot.durable = snapshot.durable or error is None
+                if error is None and not snapshot.durable:
+                    snapshot.durable = True
+                    if not self._snapshots_gone(snapshot):
+                        self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
                 snapshot.uses -= 1
             done(error)
 
@@ -306,10 +337,15 @@ class NamedSnapshots:
             self._journal.moved(snapshot, self._stock.records_of(snapshot.node))
 
     def _snapshots_gone(self, snapshot: Snapshot) -> bool:
-        return all(s is not snapshot for s in self._snapshots.of(snapshot.owner))
+        return not self._snapshots.has(snapshot)
 
-    def _forget(self, snapshot: Snapshot) -> None:
+    def _log(self, owner: str, change: Change) -> None:
+        self._changes.add(owner, change)
+        self._tell(owner)
+
+    def _forget(self, snapshot: Snapshot, reason: GoneReason) -> None:
         """Called by the registry, in the lock, when a name ends."""
+        self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, None, reason))
         if snapshot.pinned:
             self.store.unpin(self._stock.records_of(snapshot.node))
         if self._journal is not None and snapshot.recorded:

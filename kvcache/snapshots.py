@@ -113,7 +113,7 @@ class Snapshot:
 class SnapshotRegistry:
     """Names of all owners."""
 
-    def __init__(self, *, max_per_owner: int, max_pinned: int, forget: Callable[[Snapshot], None]) -> None:
+    def __init__(self, *, max_per_owner: int, max_pinned: int, forget: Callable[[Snapshot, GoneReason], None]) -> None:
         self._by_id: dict[tuple[str, str], Snapshot] = {}
         self._by_owner: dict[str, dict[str, Snapshot]] = {}
         self._tombs: OrderedDict[tuple[str, str], tuple[GoneReason, float]] = OrderedDict()
@@ -175,7 +175,11 @@ class SnapshotRegistry:
             self._tombs and now - next(iter(self._tombs.values()))[1] >= TOMBSTONE_SECONDS
         ):
             self._tombs.popitem(last=False)
-        self._forget(snapshot)
+        self._forget(snapshot, reason)
+
+    def has(self, snapshot: Snapshot) -> bool:
+        """Whether this very snapshot still has its name."""
+        return self._by_id.get((snapshot.owner, snapshot.id)) is snapshot
 
     def of(self, owner: str) -> list[Snapshot]:
         """The owner's snapshots, oldest first."""

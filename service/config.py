@@ -51,6 +51,7 @@ class Config:
     max_fork_branches: int = 64
     max_snapshots: int = 10_000
     max_pinned: int = 1_000
+    max_watches: int = 16
     default_ttl: float = 3600.0
     max_ttl: float = 7 * 86400.0
     default_max_tokens: int = 512
@@ -149,6 +150,7 @@ _AT_LEAST_ONE = (
     "max_request_bytes",
     "max_fork_branches",
     "max_snapshots",
+    "max_watches",
     "default_max_tokens",
     "active_bytes",
     "prefill_budget",
@@ -286,6 +288,7 @@ OPTIONS = (
     Option("max_fork_branches", _parse_count, "N", "most children of one Fork"),
     Option("max_snapshots", _parse_count, "N", "most snapshots of one caller"),
     Option("max_pinned", _parse_count, "N", "most of them pinned, which neither time nor memory pressure removes"),
+    Option("max_watches", _parse_count, "N", "most snapshot watches of one caller at a time"),
     Option(
         "default_ttl",
         parse_seconds,

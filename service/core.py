@@ -31,6 +31,7 @@ from service.outbox import Outlet
 from service.runtime import Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
 from service.watchdog import Watchdog
+from service.watching import Watches
 
 log = logging.getLogger("kvfork.core")
 
@@ -71,6 +72,9 @@ class Core:
         self.update_snapshot = directory.update_snapshot
         self.extend_snapshots = directory.extend_snapshots
         self.delete_snapshot = directory.delete_snapshot
+        self._watches = Watches(self._boot_id, most=config.max_watches)
+        self.watch_snapshots = self._watches.watch
+        self.end_watches = self._watches.close
 
     async def start(self) -> None:
         """Starts the engine thread, which begins by loading the model."""
@@ -91,6 +95,7 @@ class Core:
         self._rt.start(engine_loop, outlet)
         self._rt.loop.start()
         self._rt.spawn(self._sweep())
+        self._rt.spawn(self._watches.look())
 
     def _new_scheduler(self) -> Scheduler:
         config = self._rt.config
@@ -154,6 +159,7 @@ class Core:
                 max_snapshots=c.max_snapshots,
                 max_pinned=c.max_pinned,
                 max_ttl=c.max_ttl,
+                max_watches=c.max_watches,
             ),
             uptime=time.monotonic() - self._started,
             draining=self._rt.draining,
@@ -230,6 +236,7 @@ class Core:
         self._rt.loaded = loaded
         self._rt.model_view = loaded.view
         self._rt.handles = Handles(loaded.cache, loaded.view.name, self._rt.instance)
+        self._watches.attach(loaded.cache, self._rt.handles)
         config = self._rt.config
         watchdog = Watchdog(
             self._rt.loop, self._restart, stuck_after=config.watchdog_seconds, restarts=config.engine_restarts

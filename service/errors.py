@@ -10,6 +10,7 @@
     ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
     ├── TurnOpen / TemplateNotAppendable / TemplateMissing
     ├── ConstraintFailed      no token fits the constraint any more
+    ├── WatchOverflow / WatchQuota / ResumeTokenExpired
     ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
     └── Internal              ours: fixed text, incident id
 
@@ -221,6 +222,24 @@ class ImmutableField(CallError):
 
 class SlowReader(CallError):
     reason = "SLOW_READER"
+
+
+class WatchOverflow(CallError):
+    """A watch whose reader fell behind by more changes than are kept."""
+
+    reason = "WATCH_OVERFLOW"
+
+
+class ResumeTokenExpired(CallError):
+    """A watch cannot go on where it was: too much has happened, or the process is another."""
+
+    reason = "RESUME_TOKEN_EXPIRED"
+
+
+class WatchQuota(CallError):
+    """Too many watches of one owner."""
+
+    reason = "WATCH_QUOTA"
 
 
 class Internal(CallError):

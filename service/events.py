@@ -181,6 +181,48 @@ class Counted:
     text: str = ""
 
 
+class WhyGone(enum.Enum):
+    """Why a watch shows a snapshot no longer."""
+
+    DELETED = 1
+    ROLLED_BACK = 2
+    EXPIRED = 3
+    UNLISTED = 6  # it is there, without the labels
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A snapshot is new, or is otherwise now."""
+
+    snapshot: SnapshotView
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A snapshot went away."""
+
+    name: str
+    reason: WhyGone
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The listing is over, or a watch goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """Nothing to tell for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One message of a watch; `resume_token` is empty during the listing."""
+
+    event: Changed | Gone | Synced | Bookmark
+    resume_token: str
+
+
 class ModelState(enum.Enum):
     """Whether a model can be used."""
 
@@ -218,6 +260,7 @@ class LimitsView:
     max_snapshots: int
     max_pinned: int
     max_ttl: float
+    max_watches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

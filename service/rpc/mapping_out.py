@@ -7,10 +7,13 @@ import math
 from google.protobuf import duration_pb2, timestamp_pb2
 from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import server_service_pb2 as server_pb
+from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
 from kvcache.receipt import MissReason, Usage
 from service.events import (
+    Bookmark,
+    Changed,
     Counted,
     Created,
     Delta,
@@ -18,6 +21,7 @@ from service.events import (
     Finished,
     FinishReason,
     Forked,
+    Gone,
     LimitsView,
     Marked,
     ModelState,
@@ -29,9 +33,12 @@ from service.events import (
     SnapshotView,
     Started,
     StatsView,
+    Synced,
     TextChannel,
     Timing,
     TokenLogprob,
+    Watched,
+    WhyGone,
 )
 
 _RESIDENCIES = {
@@ -61,6 +68,13 @@ _MODEL_STATES = {
     ModelState.LOADING: server_pb.Model.STATE_LOADING,
     ModelState.READY: server_pb.Model.STATE_READY,
     ModelState.FAILED: server_pb.Model.STATE_FAILED,
+}
+
+_WHY_GONE = {
+    WhyGone.DELETED: snapshot_pb.GONE_REASON_DELETED,
+    WhyGone.ROLLED_BACK: snapshot_pb.GONE_REASON_ROLLED_BACK,
+    WhyGone.EXPIRED: snapshot_pb.GONE_REASON_EXPIRED,
+    WhyGone.UNLISTED: snapshot_pb.GONE_REASON_UNLISTED,
 }
 
 _CHANNELS = {
@@ -183,6 +197,21 @@ def write_snapshot(view: SnapshotView) -> pb.Snapshot:
     )
 
 
+def write_watched(watched: Watched) -> snapshot_pb.WatchSnapshotsResponse:
+    """One message of a WatchSnapshots stream."""
+    message = snapshot_pb.WatchSnapshotsResponse(resume_token=watched.resume_token)
+    match watched.event:
+        case Changed(snapshot):
+            message.changed.CopyFrom(write_snapshot(snapshot))
+        case Gone(name, reason):
+            message.gone.CopyFrom(snapshot_pb.Gone(name=name, reason=_WHY_GONE[reason]))
+        case Synced():
+            message.synced.SetInParent()
+        case Bookmark():
+            message.bookmark.SetInParent()
+    return message
+
+
 def write_created(created: Created) -> inference_pb.CreateSnapshotResponse:
     """The reply to CreateSnapshot."""
     return inference_pb.CreateSnapshotResponse(
@@ -258,6 +287,7 @@ def _limits(limits: LimitsView) -> server_pb.Limits:
         max_snapshots=limits.max_snapshots,
         max_pinned=limits.max_pinned,
         max_ttl=duration(limits.max_ttl),
+        max_watches=limits.max_watches,
     )
 
 

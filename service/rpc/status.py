@@ -63,6 +63,9 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     errors.PageTokenInvalid: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ImmutableField: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SlowReader: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.WatchOverflow: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.WatchQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.ResumeTokenExpired: grpc.StatusCode.OUT_OF_RANGE,
     errors.Internal: grpc.StatusCode.INTERNAL,
     errors.RowFailed: grpc.StatusCode.INTERNAL,
 }
@@ -75,7 +78,7 @@ _RETRY_SECONDS: dict[type[CallError], float] = {
 }
 
 # Limits per caller or per server: these carry a QuotaFailure. ForkMemory and SlowReader are no quota.
-_QUOTAS = (errors.QueueFull, errors.SnapshotQuota, errors.StoreFull)
+_QUOTAS = (errors.QueueFull, errors.SnapshotQuota, errors.StoreFull, errors.WatchQuota)
 
 
 def code_of(error: CallError) -> grpc.StatusCode:

@@ -52,6 +52,27 @@ def lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def test_watch_prints_a_line_for_each_event(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001", pinned=True, labels={"k": "v"}))
+    # The server's deadline is the only end that a watch has here.
+    assert kvfork("snapshots", "watch", "--timeout", "1") == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "+ snapshots/plan-0001  3 tokens memory pinned k=v",
+        "= all of the above was there; what follows is news",
+        "- snapshots/old-0001  expired",
+    ]
+    assert err.startswith("error: ")
+    assert kvfork("snapshots", "watch", "--timeout", "1", "--json", "--resume", "t0", "--label", "k=v") == 1
+    out, _ = capsys.readouterr()
+    assert lines(out) == [
+        {"synced": True, "resume_token": "t1"},
+        {"gone": "snapshots/old-0001", "reason": "expired", "resume_token": "t4"},
+    ]
+    request = peer.requests("WatchSnapshots")[-1]
+    assert (request.resume_token, dict(request.labels)) == ("t0", {"k": "v"})
+
+
 # -- generate ----------------------------------------------------------------------------------------------------------
 
 

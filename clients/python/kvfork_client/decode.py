@@ -241,6 +241,7 @@ def server_info(message: server_pb.GetServerInfoResponse) -> ServerInfo:
             max_snapshots=limits.max_snapshots,
             max_pinned=limits.max_pinned,
             max_ttl=seconds(limits.max_ttl),
+            max_watches=limits.max_watches,
         ),
         uptime=seconds(message.uptime),
         draining=message.draining,

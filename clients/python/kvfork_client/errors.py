@@ -10,7 +10,7 @@
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
     │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
     ├── ResourceExhausted            QueueFull, ActiveMemory, SnapshotQuota, PinQuota, StoreFull, ForkMemory,
-    │                                SlowReader, WatchOverflow
+    │                                SlowReader, WatchOverflow, WatchQuota
     ├── Unavailable                  ServerDraining, ModelLoading, EngineDown
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
@@ -94,6 +94,7 @@ __all__ = [
     "Unimplemented",
     "Unknown",
     "WatchOverflow",
+    "WatchQuota",
     "WrongInstance",
 ]
 
@@ -366,6 +367,13 @@ class SlowReader(ResourceExhausted):
 class WatchOverflow(ResourceExhausted):
     REASON = "WATCH_OVERFLOW"
     advice = "start the watch over"
+
+
+class WatchQuota(ResourceExhausted):
+    """metadata: limit."""
+
+    REASON = "WATCH_QUOTA"
+    advice = "end a watch, or share one"
 
 
 class Unavailable(KVForkError):

@@ -88,7 +88,7 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheStats(self, request, context):
-        """Scheduler, memory and checkpoint store in numbers.
+        """Scheduler, memory and checkpoint store in numbers, and the caller's rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
