@@ -21,7 +21,7 @@ from kvcache.blocks import block_key, root_key
 from kvcache.checkpoints import Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
-from kvcache.names import DEFAULT_LIMITS, CacheLimits, Durable, Keep, NamedSnapshots, new_snapshot_id
+from kvcache.names import DEFAULT_LIMITS, SHARED, CacheLimits, Durable, Keep, NamedSnapshots, new_snapshot_id
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
 from kvcache.records import PutResult, RecordId, RecordKind
@@ -60,12 +60,17 @@ class PrefixCache(NamedSnapshots):
         *,
         limits: CacheLimits = DEFAULT_LIMITS,
         share_decoded: bool = False,
+        share_prefixes: bool = False,
         clock: Callable[[], float] = time.time,
         durable: Durable | None = None,
     ) -> None:
-        """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded."""
+        """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded.
+
+        `share_prefixes`: owners find each other's equal prefixes. Names are their own in any case.
+        """
         super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable)
         self.share_decoded = share_decoded
+        self.share_prefixes = share_prefixes
         self._tree = self._stock.tree
         self._matcher = Matcher(self._stock, share_decoded=share_decoded)
         self._places = Places(self._stock)
@@ -124,11 +129,16 @@ class PrefixCache(NamedSnapshots):
 
     def root(self, owner: str) -> Node:
         """The empty prefix of an owner. With a durable store: OSError if the owner's first key cannot be written."""
-        key_id = self._durable.ring.id_of(owner) if self._durable is not None else 0
+        key_id = self._durable.ring.id_of(self._space(owner)) if self._durable is not None else 0
         with self._lock:
             root = self._root(owner)
             root.key_id = key_id
             return root
+
+    @staticmethod
+    def root_of(node: Node) -> Node:
+        """The empty prefix that `node` goes back to: another than `root` gives, if sharing was otherwise once."""
+        return node.ancestor_at(0)
 
     def wants(self, parent: Node, tokens: Sequence[int], schedule: bytes, *, logits: bool) -> tuple[RecordKind, ...]:
         """The record kinds of a place that are not stored yet, so that nobody copies state for nothing."""
@@ -263,4 +273,7 @@ class PrefixCache(NamedSnapshots):
             return self._places.stored_tokens(node)
 
     def _root(self, owner: str) -> Node:
-        return self._tree.root(root_key(self.fingerprint, owner))
+        return self._tree.root(root_key(self.fingerprint, self._space(owner)))
+
+    def _space(self, owner: str) -> str:
+        return SHARED if self.share_prefixes else owner

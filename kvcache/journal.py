@@ -202,9 +202,10 @@ class Journal:
 
     # Reading
 
-    def load(self, owners: Iterable[str]) -> Loaded:
+    def load(self, owners: Iterable[str], *, shared: str) -> Loaded:
         """Builds the nodes of every durable snapshot, once, before the store is started. Expired ones are left out.
 
+        A snapshot stands on prefixes of its owner, or of `shared`, who may be among `owners`.
         Each snapshot's node is held once for it. Records and notes that no snapshot needs are given up.
         """
         roots = {root_key(self._fingerprint, owner): owner for owner in owners}
@@ -237,8 +238,9 @@ class Journal:
         for handle, key_id in handles:
             if handle.expires <= now and not handle.pinned:
                 expired += 1
-            elif (node := self._build(handle.node, notes, roots, keys)) is None or self._owner(node) != root_key(
-                self._fingerprint, handle.owner
+            elif (node := self._build(handle.node, notes, roots, keys)) is None or roots[self._owner(node)] not in (
+                handle.owner,
+                shared,
             ):
                 lost += 1
             else:

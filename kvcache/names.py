@@ -31,6 +31,7 @@ from kvcache.store import TieredStore
 from kvcache.store_dir import boot_id
 from kvcache.tree import Node
 
+SHARED = "*"  # whose prefixes those of all are, where owners share them; no owner has this name
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
 
 
@@ -97,7 +98,7 @@ class NamedSnapshots:
         self._journal: Journal | None = None
         if durable is not None:
             self._journal = Journal(store, fingerprint, self._stock.tree, clock)
-            found = self._journal.load(durable.ring.owners()).snapshots
+            found = self._journal.load(durable.ring.owners(), shared=SHARED).snapshots
             store.arrange(self._stock.place_of(node) for node in self._stock.tree)
             for snapshot in found:
                 self._snapshots.restore(snapshot)

@@ -15,6 +15,7 @@ from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
 from service.open_store import KeySource, OpenStore, open_store
+from service.rpc.access import Access
 from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
@@ -59,6 +60,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
                 max_ttl=config.max_ttl,
             ),
             share_decoded=config.share_decoded,
+            share_prefixes=config.share_prefixes,
             durable=durable.about if durable is not None else None,
         )
         store.start()
@@ -107,8 +109,10 @@ class ModelHasChanged(Exception):
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
     """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
 
-    Raises StoreUnusable before anything else if there is a durable store and it cannot be opened.
+    Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
+    a durable store and it cannot be opened.
     """
+    access = Access(config)
     durable: OpenStore | None = None
     if config.store_dir is not None:
         durable = open_store(config.store_dir, KeySource(file=config.key_file, command=config.key_command))
@@ -116,7 +120,7 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
         core = Core(config, model_name, loader(config, folder, model_name, durable), durable)
         await core.start()
         try:
-            code = await serve(core, config, ready=ready)
+            code = await serve(core, config, ready=ready, access=access)
         finally:
             await core.close()
     finally:

@@ -1,8 +1,8 @@
 """The server's settings. Owns every flag and variable of `kvfork serve`: nothing else of the server reads either.
 
-Each setting is one row of `OPTIONS`: a flag, the variable KVFORK_<NAME>, a default. A flag beats the variable, the
-variable the default. Unknown KVFORK_ variables are refused, for a typo there is silent otherwise. A `Config` that
-exists is valid.
+Each setting is one row of `OPTIONS`: a flag, the variable KVFORK_<NAME>, a key of the settings file, a default. A flag
+beats the variable, the variable the file, the file the default. Unknown variables and keys are refused, for a typo
+there is silent otherwise. A `Config` that exists is valid.
 """
 
 from __future__ import annotations
@@ -20,11 +20,29 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
+from service.auth.callers import owner_names
+from service.config_file import ConfigError, read_file
+
+__all__ = ["Config", "ConfigError", "Given", "add_arguments", "split_address"]
 
 PREFIX = "KVFORK_"
+FILE_VARIABLE = "KVFORK_CONFIG"
 
-# Read elsewhere: the address by the command-line client as well, the other two by the model commands.
-FOREIGN_VARIABLES = frozenset({"KVFORK_CACHE_DIR", "KVFORK_ACCEPT_GEMMA_TERMS"})
+# Their values are not for a screen: people put secrets into command lines.
+SECRET = frozenset({"key_command", "token_command"})
+
+# Read elsewhere: the first two by the model commands, the others by the commands that talk to a server (which read the
+# address as well).
+FOREIGN_VARIABLES = frozenset(
+    {
+        "KVFORK_CACHE_DIR",
+        "KVFORK_ACCEPT_GEMMA_TERMS",
+        "KVFORK_TOKEN_FILE",
+        "KVFORK_TLS_CA",
+        "KVFORK_CLIENT_CERT",
+        "KVFORK_CLIENT_KEY",
+    }
+)
 
 MIB = 2**20
 GIB = 2**30
@@ -34,8 +52,12 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", re.IGNORECASE)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class ConfigError(Exception):
-    """A setting that cannot be used; the text names it."""
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value, and where it was found: a flag, a variable, a file, or "default"."""
+
+    value: object
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +66,18 @@ class Config:
 
     address: str = "127.0.0.1:50051"  # "" for no TCP listener
     unix_socket: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Path | None = None
+    token_command: str = ""
+    token_refresh: float = 60.0
+    admins: tuple[str, ...] = ()
+    reflection: bool | None = None  # None: only where nobody but this machine can ask
+    max_connections: int = 500
+    max_owner_calls: int = 256
+    max_owner_running: int | None = None  # None: see `owner_running`; 0: no limit
+    request_seconds: float = 60.0
     model: str = "smollm2"
     max_batch: int = 8
     max_queue: int = 64
@@ -68,6 +102,7 @@ class Config:
     snapshot_wait: float = 10.0
     prefill_budget: int = 320
     share_decoded: bool = False
+    share_prefixes: bool = False
     drain_seconds: float = 30.0
     write_stall_seconds: float = 30.0
     watchdog_seconds: float = 60.0
@@ -78,8 +113,7 @@ class Config:
     def __post_init__(self) -> None:
         if not self.address and self.unix_socket is None:
             raise ConfigError("address: nowhere to listen: give an address or a unix socket")
-        if self.address:
-            split_address(self.address)
+        self._check_exposure()
         if self.unix_socket is not None and len(os.fsencode(self.unix_socket)) > _LONGEST_SOCKET_PATH:
             raise ConfigError(f"unix_socket: the system takes at most {_LONGEST_SOCKET_PATH} bytes of path")
         if not self.model:
@@ -107,9 +141,65 @@ class Config:
             raise ConfigError("snapshot_wait: must not be negative")
         if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
             raise ConfigError("daily_write_bytes: must not be negative")
-        for name in ("write_stall_seconds", "watchdog_seconds"):
+        for name in ("write_stall_seconds", "watchdog_seconds", "token_refresh", "request_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+
+    def _check_exposure(self) -> None:
+        """What is said in the clear stays on this machine, and who is not on it must say who it is."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert: a certificate and its key go together: give tls_cert and tls_key")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("tls_client_ca: is of no use without tls_cert and tls_key")
+        if self.tls_cert is not None and not self.address:
+            raise ConfigError("tls_cert: is of no use without an address; a unix socket needs no TLS")
+        if self.tokens is not None and self.token_command:
+            raise ConfigError("tokens: give either it or token_command")
+        if self.admins and not self.authenticates:
+            raise ConfigError("admins: without authentication everybody is one: give tokens or tls_client_ca too")
+        if self.share_prefixes and not self.authenticates:
+            raise ConfigError("share_prefixes: without authentication there is one owner, who shares with nobody")
+        if self.unix_socket is not None and self.authenticates and not self.takes_tokens:
+            raise ConfigError("unix_socket: callers there have no certificate: give tokens too")
+        if not self.address:
+            return
+        host, _ = split_address(self.address)
+        if ipaddress.ip_address(host).is_loopback:
+            return
+        if self.tls_cert is None:
+            raise ConfigError(
+                f'address: "{self.address}" is not loopback: others could read and change what passes. Give tls_cert '
+                "and tls_key, or listen on 127.0.0.1, [::1] or a unix socket and forward the port"
+            )
+        if not self.authenticates:
+            raise ConfigError(
+                f'address: "{self.address}" is not loopback: whoever reaches it could use every snapshot. Give tokens, '
+                "token_command or tls_client_ca, which say who calls"
+            )
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether callers may show a bearer token."""
+        return self.tokens is not None or bool(self.token_command)
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers have to say who they are; if not, there is one owner."""
+        return self.takes_tokens or self.tls_client_ca is not None
+
+    @property
+    def owner_running(self) -> int:
+        """Most calls of one owner that the model has at a time; 0: no limit."""
+        if self.max_owner_running is not None:
+            return self.max_owner_running
+        return max(1, self.max_batch * 3 // 4) if self.authenticates else 0
+
+    @property
+    def reflects(self) -> bool:
+        """Whether the contract can be asked for over the wire."""
+        if self.reflection is not None:
+            return self.reflection
+        return not self.address or ipaddress.ip_address(split_address(self.address)[0]).is_loopback
 
     @property
     def disk_budget(self) -> int:
@@ -122,27 +212,57 @@ class Config:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-        """Settings from flags parsed by a parser that went through `add_arguments`, then from `environ`."""
-        refuse_unknown_variables(environ)
-        values: dict[str, object] = {}
-        for option in OPTIONS:
-            given = getattr(args, option.name, None)
-            if given is None and environ.get(option.variable):  # an empty variable is as good as none
-                try:
-                    given = option.parse(environ[option.variable])
-                except ValueError as error:
-                    raise ConfigError(f"{option.variable}: {error}") from None
-            if given is not None:
-                values[option.name] = given
-        address = values.get("address")
-        if isinstance(address, str) and address.startswith("unix:"):  # as clients write it
-            values["address"] = ""
-            values.setdefault("unix_socket", _parse_path(address.removeprefix("unix:")))
-        values.setdefault("scratch_dir", default_scratch_dir())
-        values.setdefault("active_bytes", default_memory_bytes())
-        values.setdefault("memory_bytes", default_memory_bytes())
-        values.setdefault("disk_bytes", default_disk_bytes(values.get("store_dir") or values["scratch_dir"]))
-        return cls(**values)  # type: ignore[arg-type]  # the rows of OPTIONS parse into the fields' types
+        """Settings from flags parsed by a parser that went through `add_arguments`, then from `environ` and a file."""
+        return cls.of(gather(args, environ))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Given]) -> Config:
+        """Settings from values by name. Raises ConfigError if they contradict each other."""
+        return cls(**{name: each.value for name, each in given.items()})  # type: ignore[arg-type]  # OPTIONS' types
+
+
+def gather(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Given]:
+    """Every setting with its source. Raises ConfigError for what cannot be read and for names that are none."""
+    refuse_unknown_variables(environ)
+    found: dict[str, Given] = {}
+    file = getattr(args, "config", None)
+    if file is None and environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE]).expanduser()
+    in_file: dict[str, object] = {}
+    if file is not None:
+        in_file = read_file(file, {option.key: option.parse for option in OPTIONS})
+    for option in OPTIONS:
+        flag = getattr(args, option.name, None)
+        if flag is not None:
+            found[option.name] = Given(flag, option.flag)
+        elif environ.get(option.variable):  # an empty variable is as good as none
+            try:
+                found[option.name] = Given(option.parse(environ[option.variable]), option.variable)
+            except ValueError as error:
+                raise ConfigError(f"{option.variable}: {error}") from None
+        elif option.key in in_file:
+            found[option.name] = Given(in_file[option.key], str(file))
+    address = found.get("address")
+    if address is not None and str(address.value).startswith("unix:"):  # as clients write it
+        found["address"] = Given("", address.source)
+        socket = Given(_parse_path(str(address.value).removeprefix("unix:")), address.source)
+        found.setdefault("unix_socket", socket)
+    return {**_defaults(found), **found}
+
+
+def _defaults(found: Mapping[str, Given]) -> dict[str, Given]:
+    """What nobody gave; some of it depends on the machine."""
+    here = {field.name: Given(field.default, "default") for field in fields(Config)}
+    machine = "default for this machine"
+    if "scratch_dir" not in found:
+        here["scratch_dir"] = Given(default_scratch_dir(), machine)
+    for name in ("active_bytes", "memory_bytes"):
+        here[name] = Given(default_memory_bytes(), machine)
+    if "disk_bytes" not in found:
+        store = found.get("store_dir")
+        where = store.value if store is not None else found.get("scratch_dir", here["scratch_dir"]).value
+        here["disk_bytes"] = Given(default_disk_bytes(where), machine)
+    return here
 
 
 _AT_LEAST_ONE = (
@@ -154,6 +274,8 @@ _AT_LEAST_ONE = (
     "default_max_tokens",
     "active_bytes",
     "prefill_budget",
+    "max_connections",
+    "max_owner_calls",
 )
 _LONGEST_SOCKET_PATH = 103  # macOS; Linux takes four more
 
@@ -161,8 +283,7 @@ _LONGEST_SOCKET_PATH = 103  # macOS; Linux takes four more
 def split_address(address: str) -> tuple[str, int]:
     """("127.0.0.1", 50051) from "127.0.0.1:50051", "[::1]:50051" or "localhost:50051". Port 0 is any free one.
 
-    Raises ConfigError for all that is not loopback: there is no authentication yet, so a wider listener would hand the
-    prompts of everyone here to everyone there.
+    Raises ConfigError for what is no address. A host name is none: it may come to mean another interface.
     """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -171,14 +292,11 @@ def split_address(address: str) -> tuple[str, int]:
     if host == "localhost":
         host = "127.0.0.1"  # one socket: with two, another server could hold the second unnoticed
     try:
-        loopback = ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
-        raise ConfigError(f'address: must be a loopback address or localhost, is "{address}"') from None
-    if not loopback:
         raise ConfigError(
-            f'address: "{address}" is not loopback, and this version has no authentication. '
-            "Listen on 127.0.0.1, [::1] or a unix socket, and forward the port if others must reach it"
-        )
+            f'address: must be a loopback address, localhost or another IP address, is "{address}"'
+        ) from None
     return host, int(port)
 
 
@@ -249,7 +367,12 @@ class Option:
     @property
     def flag(self) -> str:
         """As in `--max-batch`."""
-        return "--" + self.name.replace("_", "-")
+        return "--" + self.key
+
+    @property
+    def key(self) -> str:
+        """As in `max-batch = 4` of a settings file."""
+        return self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -262,7 +385,7 @@ OPTIONS = (
         "address",
         _parse_address,
         "HOST:PORT",
-        "where to listen: a loopback address, since there is no authentication yet; port 0 takes any free one; "
+        "where to listen: a loopback address, or with TLS and authentication any other; port 0 takes any free one; "
         '"none" or "unix:PATH" for a unix socket alone',
     ),
     Option(
@@ -270,6 +393,57 @@ OPTIONS = (
         _parse_path,
         "PATH",
         "also listen on this socket file, which only its owner may open (mode 0600)",
+    ),
+    Option(
+        "tls_cert",
+        _parse_path,
+        "FILE",
+        "serve TLS on the address with this certificate chain (PEM); a changed file is taken up by new connections",
+    ),
+    Option("tls_key", _parse_path, "FILE", "the certificate's private key (PEM, not encrypted)"),
+    Option(
+        "tls_client_ca",
+        _parse_path,
+        "FILE",
+        "let in only who has a certificate from one of these authorities (PEM); its one subject alternative name, or "
+        "its common name, is the owner",
+    ),
+    Option(
+        "tokens",
+        _parse_path,
+        "FILE",
+        "callers show a bearer token; the file has an owner and the token's SHA-256 a line, as `kvfork token new` "
+        "prints them, and is read again when it changes",
+    ),
+    Option("token_command", str, "COMMAND", "prints what a tokens file holds; run without a shell, now and again"),
+    Option("token_refresh", parse_seconds, "TIME", "how often the token command is run"),
+    Option(
+        "admins",
+        owner_names,
+        "NAMES",
+        "owners that may see and trim the whole store, with commas between them; a tokens file can name more",
+    ),
+    Option(
+        "reflection",
+        _parse_switch,
+        "0|1",
+        "whether tools may ask for the contract (default: only if no other machine can reach the server)",
+    ),
+    Option("max_connections", _parse_count, "N", "most connections to the address; others are closed at once"),
+    Option("max_owner_calls", _parse_count, "N", "most calls of one owner under way, whatever they are"),
+    Option(
+        "max_owner_running",
+        _parse_count,
+        "N",
+        "most calls of one owner that the model works on or that wait for it; its others wait in a line of their own, "
+        "so below --max-batch nobody can keep everybody else out; 0: no limit (default: three quarters of --max-batch "
+        "with authentication, no limit without)",
+    ),
+    Option(
+        "request_seconds",
+        parse_seconds,
+        "TIME",
+        "how long a request message may take to arrive",
     ),
     Option("model", str, "NAME|FOLDER", "a name from `kvfork models list`, or a folder with an MLX model"),
     Option(
@@ -385,6 +559,13 @@ OPTIONS = (
         "last bits; snapshots always keep the state they were made with",
     ),
     Option(
+        "share_prefixes",
+        _parse_switch,
+        "0|1",
+        "let owners reuse state of each other's equal prefixes: the time that a call takes then tells what others have "
+        "sent, and shredding an owner's key leaves what was shared",
+    ),
+    Option(
         "drain_seconds",
         parse_seconds,
         "TIME",
@@ -419,17 +600,20 @@ OPTIONS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds one flag per setting; what is not given stays None, so that the environment can speak."""
     plain = {field.name: field.default for field in fields(Config)}
+    parser.add_argument(
+        "--config", type=_argument(_parse_path), metavar="FILE", help=f"settings, a TOML file [{FILE_VARIABLE}]"
+    )
     for option in OPTIONS:
-        text = option.help if "(default:" in option.help else f"{option.help} (default: {_shown(plain[option.name])})"
+        text = option.help if "(default:" in option.help else f"{option.help} (default: {shown(plain[option.name])})"
         arguments = {"type": _argument(option.parse), "metavar": option.metavar, "default": None, "dest": option.name}
-        if isinstance(plain[option.name], bool):
+        if option.parse is _parse_switch:
             arguments |= {"nargs": "?", "const": True}  # a bare flag switches on
         parser.add_argument(option.flag, help=f"{text} [{option.variable}]", **arguments)  # type: ignore[arg-type]
 
 
 def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     """Raises ConfigError if a KVFORK_ variable is not one of ours."""
-    known = {option.variable for option in OPTIONS} | FOREIGN_VARIABLES
+    known = {option.variable for option in OPTIONS} | FOREIGN_VARIABLES | {FILE_VARIABLE}
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known:
             close = difflib.get_close_matches(variable, known, n=1)
@@ -469,7 +653,8 @@ def _argument(parse: Callable[[str], object]) -> Callable[[str], object]:
     return convert
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as its flag takes it."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, CheckpointPolicy):
@@ -478,4 +663,6 @@ def _shown(value: object) -> str:
         return f"{value:g}s"
     if isinstance(value, int) and value >= MIB and value % MIB == 0:
         return f"{value // MIB}MiB"
+    if isinstance(value, tuple):
+        return ",".join(str(part) for part in value) or "none"
     return "none" if value is None or value == "" else str(value)

@@ -22,6 +22,7 @@ from service.derivations import Derivations
 from service.directory import Directory
 from service.engine import Engine
 from service.events import LimitsView, ModelState, ModelView, Residency, ServerView, StatsView
+from service.gate import Gate
 from service.generations import Generations
 from service.handles import Handles
 from service.idempotency import Replays
@@ -57,13 +58,14 @@ class Core:
         self.hangs = False  # after `close`: the engine thread is still inside the model
         generations = Generations(self._rt)
         replays = Replays()
-        self.generate = replays.generate(generations.generate)
+        gate = self._gate = Gate(config.owner_running)
+        self.generate = replays.generate(gate.generate(generations.generate))
         self.stop_generation = generations.stop
         derivations = Derivations(self._rt)
-        self.create_snapshot = replays.unary("CreateSnapshot", derivations.create_snapshot)
-        self.fork = replays.unary("Fork", derivations.fork)
-        self.rollback = replays.unary("Rollback", derivations.rollback)
-        self.count_tokens = derivations.count_tokens
+        self.create_snapshot = replays.unary("CreateSnapshot", gate.unary(derivations.create_snapshot))
+        self.fork = replays.unary("Fork", gate.unary(derivations.fork))
+        self.rollback = replays.unary("Rollback", gate.unary(derivations.rollback))
+        self.count_tokens = gate.unary(derivations.count_tokens)
         directory = Directory(self._rt)
         self.until_named = directory.until_named
         self.get_snapshot = directory.get_snapshot
@@ -149,7 +151,13 @@ class Core:
             boot_id=self._boot_id,
             version=version("kvfork"),
             features=tuple(
-                name for name, on in (("durable", c.store_dir is not None), ("share_decoded", c.share_decoded)) if on
+                name
+                for name, on in (
+                    ("durable", c.store_dir is not None),
+                    ("share_decoded", c.share_decoded),
+                    ("share_prefixes", c.share_prefixes),
+                )
+                if on
             ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
@@ -170,6 +178,21 @@ class Core:
 
     def model(self, name: str) -> ModelView:
         return self._rt.check_model(name)
+
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner: its snapshots and calls. What all share tells of others' doings, so it is left out."""
+        tally = dict.fromkeys(Residency, 0)
+        if self._rt.loaded is not None and self._rt.handles is not None:
+            for snapshot in self._rt.loaded.cache.snapshots(owner):
+                tally[self._rt.handles.view(snapshot).residency] += 1
+        return replace(
+            _no_stats(self._rt.config),
+            active_sequences=self._gate.inside(owner),
+            queued_calls=self._gate.waiting(owner),
+            memory_snapshots=tally[Residency.MEMORY],
+            disk_snapshots=tally[Residency.DISK],
+            token_snapshots=tally[Residency.TOKENS],
+        )
 
     def stats(self) -> StatsView:
         tally = dict.fromkeys(Residency, 0)

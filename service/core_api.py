@@ -94,7 +94,13 @@ class Inference(Protocol):
         """`name` "" means the only one; raises ModelNotFound."""
         ...
 
-    def stats(self) -> StatsView: ...
+    def stats(self) -> StatsView:
+        """Of the whole server, for admins."""
+        ...
+
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner's snapshots and calls; what belongs to all is 0."""
+        ...
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         """Evicts state down to these sizes once, as far as pins and uses allow; None leaves a tier alone."""

@@ -12,6 +12,7 @@
     ├── ConstraintFailed      no token fits the constraint any more
     ├── WatchOverflow / WatchQuota / ResumeTokenExpired
     ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
+    ├── Unauthenticated / AdminRequired / CallQuota / SlowReader / SlowSender
     └── Internal              ours: fixed text, incident id
 
 Every error carries facts as strings (`metadata`, camelCase keys) that repeat what the text says, so that no client
@@ -240,6 +241,28 @@ class WatchQuota(CallError):
     """Too many watches of one owner."""
 
     reason = "WATCH_QUOTA"
+
+
+class SlowSender(CallError):
+    """The request message did not arrive in time, or others were let past it."""
+
+    reason = "SLOW_SENDER"
+
+
+class Unauthenticated(CallError):
+    """Nobody knows who calls: TOKEN_MISSING, TOKEN_UNKNOWN or CERTIFICATE_UNUSABLE."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class AdminRequired(CallError):
+    reason = "ADMIN_REQUIRED"
+
+
+class CallQuota(CallError):
+    """As many calls of one owner are under way as it may have."""
+
+    reason = "CALL_QUOTA"
 
 
 class Internal(CallError):

@@ -50,7 +50,7 @@ class Sequence:
         self._share_decoded = cache.share_decoded
         self._policy = cache.checkpoints.policy
         self._layout = cache.layout
-        self.recorder = Recorder(cache, work.owner, self.tokens)
+        self.recorder = Recorder(cache, work.owner, self.tokens, work.base)
         self.position = 0  # tokens whose state the engine holds
         self.computed = 0  # tokens of the prompt that went through the model
         self.completion = 0

@@ -72,7 +72,9 @@ NEVER: dict[str, tuple[str, ...]] = {
 ONLY: dict[str, tuple[str, ...]] = {
     "service.rpc": (
         *WIRE,
+        "cryptography",
         "service.rpc",
+        "service.auth",
         "service.config",
         "service.core_api",
         "service.errors",
@@ -84,7 +86,9 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.request": (),
     "service.errors": (),
     "service.events": ("kvcache.receipt",),
-    "service.config": ("kvcache.checkpoints",),
+    "service.config": ("kvcache.checkpoints", "service.auth.callers", "service.config_file"),
+    "service.config_file": (),
+    "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
 }
 
@@ -97,7 +101,7 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "kvfork": ("service.rpc", "kvfork_client"),
     "service.app": ("service.cli",),
     "service.cli": ("service.cli", "service.__main__"),
-    "service.rpc": ("service.rpc", "service.app"),
+    "service.rpc": ("service.rpc", "service.app", "service.cli.serve"),
     "kvcache.mlx_arrays": ("service.engine", "service.app"),
 }
 

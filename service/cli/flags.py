@@ -29,6 +29,16 @@ def connection_flags(environ: Mapping[str, str] = os.environ) -> argparse.Argume
         metavar="HOST:PORT",
         help="or unix:/path/to/socket (default: $KVFORK_ADDRESS, now %(default)s)",
     )
+    for flag, metavar, text in (
+        ("--token-file", "FILE", "a file with the token that says who calls"),
+        ("--tls-ca", "FILE", "speak TLS and trust the certificates from this file (PEM)"),
+        ("--client-cert", "FILE", "a certificate that says who calls (PEM)"),
+        ("--client-key", "FILE", "its private key (PEM)"),
+    ):
+        variable = "KVFORK_" + flag.removeprefix("--").replace("-", "_").upper()
+        found = environ.get(variable) or None
+        group.add_argument(flag, type=Path, default=found and Path(found), metavar=metavar, help=f"{text} [{variable}]")
+    group.add_argument("--tls", action="store_true", help="speak TLS and trust the system's authorities")
     group.add_argument("--timeout", type=positive_seconds, metavar="S", help="give up after this many seconds")
     group.add_argument("--json", action="store_true", help="print one JSON object per line")
     return flags
@@ -112,13 +122,26 @@ def full_name(text: str) -> str:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """Raises UsageError for an address that is none."""
-    from kvfork_client import Client
+    """Raises UsageError for an address that is none, and for files that cannot be read."""
+    from kvfork_client import Client, Tls
 
+    secure = args.tls or args.tls_ca is not None or args.client_cert is not None
+    tls = Tls(ca=args.tls_ca, certificate=args.client_cert, key=args.client_key) if secure else None
+    if (args.client_cert is None) != (args.client_key is None):
+        raise UsageError("--client-cert and --client-key go together")
     try:
-        return Client(args.address, timeout=args.timeout)
-    except ValueError as error:
+        return Client(args.address, token=_token(args.token_file), tls=tls, timeout=args.timeout)
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    token = path.expanduser().read_text(encoding="utf-8").strip()
+    if not token or len(token.split()) != 1:
+        raise UsageError(f"--token-file: {path} must hold one token and nothing else")
+    return token
 
 
 def sampling(args: argparse.Namespace) -> Sampling:

@@ -17,6 +17,12 @@ from kvfork_client.status import DETAILS_KEY, error_class, from_status
 # (status code, reason, class, facts in ErrorInfo). Reasons without a class of their own get their code's.
 ROWS: list[tuple[str, str, type[e.KVForkError], dict[str, str]]] = [
     ("UNAUTHENTICATED", "UNAUTHENTICATED", e.Unauthenticated, {}),
+    ("UNAVAILABLE", "TLS_FAILED", e.TlsFailed, {}),
+    ("UNAUTHENTICATED", "TOKEN_MISSING", e.TokenMissing, {}),
+    ("UNAUTHENTICATED", "TOKEN_UNKNOWN", e.TokenUnknown, {}),
+    ("UNAUTHENTICATED", "CERTIFICATE_UNUSABLE", e.CertificateUnusable, {}),
+    ("RESOURCE_EXHAUSTED", "CALL_QUOTA", e.CallQuota, {"limit": "256"}),
+    ("RESOURCE_EXHAUSTED", "SLOW_SENDER", e.SlowSender, {}),
     ("PERMISSION_DENIED", "ADMIN_REQUIRED", e.AdminRequired, {}),
     ("PERMISSION_DENIED", "", e.PermissionDenied, {}),
     ("INVALID_ARGUMENT", "INVALID_FIELD", e.InvalidArgument, {}),
@@ -173,7 +179,13 @@ def test_the_servers_table_and_this_one_agree() -> None:
     """The two are kept apart on purpose: a client knows no server code. This keeps them one."""
     from service.rpc.status import CODES
 
-    general = {"INTERNAL", "INVALID_FIELD", "UNSUPPORTED", "ROW_FAILED"}  # the class of the code says it all
+    general = {
+        "INTERNAL",
+        "INVALID_FIELD",
+        "UNSUPPORTED",
+        "ROW_FAILED",
+        "UNAUTHENTICATED",
+    }  # the class of the code says it all
     for error, code in CODES.items():
         found = error_class(code, error.reason)
         assert found.CODE is code, error

@@ -116,6 +116,7 @@ class DurableWorld(World):
         disk: int = 64_000,
         memory: int = 100_000,
         now: float = 1000.0,
+        share_prefixes: bool = False,
     ) -> None:
         self.now = now
         self.storage = storage  # type: ignore[assignment]
@@ -135,6 +136,7 @@ class DurableWorld(World):
             model,
             limits=LIMITS,
             clock=lambda: self.now,
+            share_prefixes=share_prefixes,
             durable=Durable(ring=ring, instance=INSTANCE, opening=opening),
         )
         self.store.run_pending()

@@ -72,6 +72,7 @@ class World:
         queue: int = 10_000,
         limits: CacheLimits = LIMITS,
         share_decoded: bool = False,
+        share_prefixes: bool = False,
         checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
         self.now = 1000.0
@@ -91,6 +92,7 @@ class World:
             "model",
             limits=limits,
             share_decoded=share_decoded,
+            share_prefixes=share_prefixes,
             clock=lambda: self.now,
         )
 
@@ -115,7 +117,7 @@ class World:
         prompt = list(tokens[: len(tokens) - decode])
         keep = {*keep, len(prompt)}
         lookup = self.cache.lookup(owner, prompt, base=base, keep=keep)
-        recorder = Recorder(self.cache, owner, tokens)
+        recorder = Recorder(self.cache, owner, tokens, base)
         if lookup.plan is not None:
             self.check_read(lookup, prompt, self.store.fetch_now(lookup.plan.records))
             recorder.start_at(lookup)

@@ -239,6 +239,10 @@ class ScriptedCore:
         others = {"checkpoints_skipped": {"queue_full": 5}, "writes_paused": True}
         return StatsView(**{**numbers, **texts, **others})
 
+    def owner_stats(self, owner: str) -> StatsView:
+        self._asked("owner_stats", owner)
+        return replace(self.stats(), memory_bytes=0)
+
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         self.trimmed = (memory_bytes, disk_bytes)
         return self.stats()

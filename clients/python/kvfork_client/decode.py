@@ -248,7 +248,8 @@ def server_info(message: server_pb.GetServerInfoResponse) -> ServerInfo:
     )
 
 
-def cache_stats(message: server_pb.CacheStats) -> CacheStats:
+def cache_stats(reply: server_pb.GetCacheStatsResponse) -> CacheStats:
+    message = reply.stats
     return CacheStats(
         checkpoint_interval=message.checkpoint_interval,
         active_sequences=message.active_sequences,
@@ -275,4 +276,5 @@ def cache_stats(message: server_pb.CacheStats) -> CacheStats:
         write_errors=message.write_errors,
         writes_paused=message.writes_paused,
         last_write_error=message.last_write_error,
+        owner=reply.owner,
     )

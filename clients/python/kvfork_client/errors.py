@@ -9,9 +9,9 @@
     │                                SnapshotNotDurable
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
     │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
-    ├── ResourceExhausted            QueueFull, ActiveMemory, SnapshotQuota, PinQuota, StoreFull, ForkMemory,
-    │                                SlowReader, WatchOverflow, WatchQuota
-    ├── Unavailable                  ServerDraining, ModelLoading, EngineDown
+    ├── ResourceExhausted            QueueFull, CallQuota, ActiveMemory, SnapshotQuota, PinQuota, StoreFull,
+    │                                ForkMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota
+    ├── Unavailable                  ServerDraining, ModelLoading, EngineDown, TlsFailed
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
     ├── Aborted                      RequestInProgress
@@ -19,7 +19,8 @@
     ├── DataLoss                     CheckpointCorrupt
     ├── Internal                     .incident
     ├── DeadlineExceeded             DeadlineUnmet
-    └── Unauthenticated, Unimplemented, Cancelled, Unknown
+    ├── Unauthenticated              TokenMissing, TokenUnknown, CertificateUnusable
+    └── Unimplemented, Cancelled, Unknown
 
 The class is looked up by status code and reason; a reason this client does not know gets the class of its code.
 """
@@ -37,7 +38,9 @@ __all__ = [
     "ActiveMemory",
     "AdminRequired",
     "AlreadyExists",
+    "CallQuota",
     "Cancelled",
+    "CertificateUnusable",
     "CheckpointCorrupt",
     "ConstraintFailed",
     "ContextOverflow",
@@ -76,6 +79,7 @@ __all__ = [
     "RollbackBeyondEnd",
     "ServerDraining",
     "SlowReader",
+    "SlowSender",
     "SnapshotDeleted",
     "SnapshotEvicted",
     "SnapshotExpired",
@@ -88,6 +92,9 @@ __all__ = [
     "StoreFull",
     "TemplateMissing",
     "TemplateNotAppendable",
+    "TlsFailed",
+    "TokenMissing",
+    "TokenUnknown",
     "TurnOpen",
     "Unauthenticated",
     "Unavailable",
@@ -330,6 +337,13 @@ class QueueFull(ResourceExhausted):
     advice = "try again later"
 
 
+class CallQuota(ResourceExhausted):
+    """metadata: limit."""
+
+    REASON = "CALL_QUOTA"
+    advice = "wait for some of your calls to end"
+
+
 class ActiveMemory(ResourceExhausted):
     """metadata: needBytes, limitBytes."""
 
@@ -362,6 +376,11 @@ class ForkMemory(ResourceExhausted):
 class SlowReader(ResourceExhausted):
     REASON = "SLOW_READER"
     advice = "read the stream faster, or gather more tokens into a message"
+
+
+class SlowSender(ResourceExhausted):
+    REASON = "SLOW_SENDER"
+    advice = "the request took too long to arrive: send less at a time"
 
 
 class WatchOverflow(ResourceExhausted):
@@ -398,6 +417,14 @@ class ModelLoading(Unavailable):
 class EngineDown(Unavailable):
     REASON = "ENGINE_DOWN"
     advice = "the model's thread is dead or stuck: restart the server"
+
+
+class TlsFailed(Unavailable):
+    """No connection was made, because the two sides do not trust or do not understand each other. Never the server's
+    own word: this client reads it off the failure."""
+
+    REASON = "TLS_FAILED"
+    advice = "check that the server speaks TLS, that its certificate is from the given ca and names the address"
 
 
 class OutOfRange(KVForkError):
@@ -448,6 +475,21 @@ class AdminRequired(PermissionDenied):
 class Unauthenticated(KVForkError):
     CODE = grpc.StatusCode.UNAUTHENTICATED
     advice = "give a valid token or client certificate"
+
+
+class TokenMissing(Unauthenticated):
+    REASON = "TOKEN_MISSING"
+    advice = "give the client a token"
+
+
+class TokenUnknown(Unauthenticated):
+    REASON = "TOKEN_UNKNOWN"
+    advice = "check the token: it may be mistyped, or have been replaced"
+
+
+class CertificateUnusable(Unauthenticated):
+    REASON = "CERTIFICATE_UNUSABLE"
+    advice = "use a client certificate with one name"
 
 
 class DataLoss(KVForkError):

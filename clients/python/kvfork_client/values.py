@@ -391,3 +391,4 @@ class CacheStats:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's

@@ -124,12 +124,14 @@ class GetCacheStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCacheStatsResponse(_message.Message):
-    __slots__ = ("stats", "rows")
+    __slots__ = ("stats", "rows", "owner")
     STATS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     stats: CacheStats
     rows: _containers.RepeatedCompositeFieldContainer[Row]
-    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
+    owner: str
+    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class Row(_message.Message):
     __slots__ = ("generation", "phase", "parent", "prompt_tokens", "done_tokens", "completion_tokens", "age", "priority")
