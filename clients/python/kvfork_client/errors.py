@@ -10,7 +10,7 @@
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
     │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
     ├── ResourceExhausted            QueueFull, ActiveMemory, SnapshotQuota, PinQuota, StoreFull, ForkMemory,
-    │                                SlowReader, WatchOverflow
+    │                                ImageMemory, SlowReader, WatchOverflow
     ├── Unavailable                  ServerDraining, ModelLoading, EngineDown
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
@@ -50,6 +50,7 @@ __all__ = [
     "FieldViolation",
     "ForkMemory",
     "ImageInvalid",
+    "ImageMemory",
     "ImageNotHeld",
     "ImageTooLarge",
     "ImageUnsupported",
@@ -349,6 +350,13 @@ class PinQuota(ResourceExhausted):
 class StoreFull(ResourceExhausted):
     REASON = "STORE_FULL"
     advice = "release snapshots, or give the store more room"
+
+
+class ImageMemory(ResourceExhausted):
+    """metadata: needBytes, limitBytes."""
+
+    REASON = "IMAGE_MEMORY"
+    advice = "delete snapshots with images, or give the server more --image-bytes"
 
 
 class ForkMemory(ResourceExhausted):
