@@ -21,7 +21,7 @@ from kvcache.blocks import block_key, root_key
 from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
-from kvcache.names import DEFAULT_LIMITS, CacheLimits, Durable, Keep, NamedSnapshots, new_snapshot_id
+from kvcache.names import DEFAULT_LIMITS, CacheLimits, Durable, Keep, MediaKeeper, NamedSnapshots, new_snapshot_id
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
 from kvcache.records import PutResult, RecordId, RecordKind
@@ -63,9 +63,13 @@ class PrefixCache(NamedSnapshots):
         clock: Callable[[], float] = time.time,
         durable: Durable | None = None,
         checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
+        media: MediaKeeper | None = None,
     ) -> None:
-        """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded."""
-        super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable)
+        """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded.
+
+        `media` has the files of images in prefixes.
+        """
+        super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable, media=media)
         self.share_decoded = share_decoded
         self.checkpoints = checkpoints
         self._tree = self._stock.tree

@@ -90,7 +90,16 @@ class Config:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
-        for name in ("max_images", "image_bytes", "max_queue", "max_pinned", "memory_bytes", "disk_bytes", "drain_seconds", "engine_restarts"):
+        for name in (
+            "max_images",
+            "image_bytes",
+            "max_queue",
+            "max_pinned",
+            "memory_bytes",
+            "disk_bytes",
+            "drain_seconds",
+            "engine_restarts",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative")
         if self.max_image_pixels > MOST_PIXELS:

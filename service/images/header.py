@@ -182,7 +182,7 @@ def _read_jpeg(data: bytes) -> Header:
             size = _read_frame(body)
         if marker == _EXIF and body.startswith(b"Exif\0\0") and not found_exif:
             orientation, found_exif = _orientation(body[6:]), True
-        if marker in (_JFIF, _ADOBE) or not 0xE0 <= marker <= 0xEF and marker != 0xFE:
+        if marker in (_JFIF, _ADOBE) or (not 0xE0 <= marker <= 0xEF and marker != 0xFE):
             kept.append(data[at:end])
         at = end
         if marker == _SCAN:

@@ -127,7 +127,8 @@ class TextCodec:
     def encode_raw(self, raw: RawInput, *, with_parent: bool) -> list[int]:
         """Parts joined as they are: neighbouring texts are one text, token runs are taken verbatim.
 
-        Images must have become token runs. Ids are not checked against `vocab_size`. InvalidField for `add_special_tokens` with a parent.
+        Images must have become token runs. Ids are not checked against `vocab_size`. InvalidField for
+        `add_special_tokens` with a parent.
         """
         if raw.add_special_tokens and with_parent:
             raise InvalidField.at("input.raw.add_special_tokens", "must be false with a parent")

@@ -175,7 +175,9 @@ def cases() -> Iterator[Case]:
     yield Case("PNG whose EXIF goes in circles", lambda: before_end(png_file, chunk(b"eXIf", _circle())), None)
     yield Case("JPEG with 65,535 EXIF entries", lambda: _with_exif(exif(1, entries=65_535)), None)
     yield Case("JPEG whose EXIF is rubbish", lambda: _with_exif(b"\xff" * 60_000), None)
-    yield Case("JPEG with a broken second picture", lambda: after_start(jpeg_file, segment(0xE2, b"MPF\0II*\0xx")), None)
+    yield Case(
+        "JPEG with a broken second picture", lambda: after_start(jpeg_file, segment(0xE2, b"MPF\0II*\0xx")), None
+    )
     # Not what they say
     yield Case("PNG said to be JPEG", lambda: png_file, INVALID, "image/jpeg")
     yield Case("WebP said to be PNG", lambda: webp_file, INVALID, "image/png")
