@@ -21,7 +21,16 @@ from kvcache.blocks import block_key, root_key
 from kvcache.checkpoints import Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
-from kvcache.names import DEFAULT_LIMITS, SHARED, CacheLimits, Durable, Keep, NamedSnapshots, new_snapshot_id
+from kvcache.names import (
+    DEFAULT_LIMITS,
+    SHARED,
+    CacheLimits,
+    Durable,
+    Keep,
+    MediaKeeper,
+    NamedSnapshots,
+    new_snapshot_id,
+)
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
 from kvcache.records import PutResult, RecordId, RecordKind
@@ -63,12 +72,14 @@ class PrefixCache(NamedSnapshots):
         share_prefixes: bool = False,
         clock: Callable[[], float] = time.time,
         durable: Durable | None = None,
+        media: MediaKeeper | None = None,
     ) -> None:
         """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded.
 
-        `share_prefixes`: owners find each other's equal prefixes. Names are their own in any case.
+        `share_prefixes`: owners find each other's equal prefixes. Names are their own in any case. `media` has the
+        files of images in prefixes.
         """
-        super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable)
+        super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable, media=media)
         self.share_decoded = share_decoded
         self.share_prefixes = share_prefixes
         self._tree = self._stock.tree

@@ -34,6 +34,7 @@ class NoteKind(enum.IntEnum):
     NODE = 128  # the tokens of one block or tail, and what it follows
     SNAPSHOT = 129  # a handle; a later one of the same key replaces it
     TOMBSTONE = 130  # the handle of this key is gone
+    MEDIA = 131  # the file of an image that a handle's prefix holds
 
     __hash__ = int.__hash__
 

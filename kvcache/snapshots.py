@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvcache.media import MediaSpan, MediaTag, spans_of
 from kvcache.tree import Node
 
 TOMBSTONE_SECONDS = 3600.0
@@ -89,6 +90,7 @@ class Snapshot:
     last_use: float
     ttl: float  # idle seconds to live
     expires: float  # a promise: never earlier than this
+    images: tuple[MediaSpan, ...] = ()  # in the prefix
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     uses: int = 0
@@ -104,10 +106,20 @@ class Snapshot:
         """The id it was derived from, or ""."""
         return self.lineage[-1] if self.lineage else ""
 
+    @property
+    def media(self) -> frozenset[MediaTag]:
+        """Of the images in the prefix, each once."""
+        return frozenset(span.tag for span in self.images)
+
     def touch(self, now: float) -> None:
         """Counts as use: pushes the expiry out, never in."""
         self.last_use = max(self.last_use, now)
         self.expires = max(self.expires, now + self.ttl)
+
+
+def images_of(node: Node) -> tuple[MediaSpan, ...]:
+    """The images in the prefix that ends at `node`."""
+    return tuple(spans_of(node.all_tokens()))
 
 
 class SnapshotRegistry:

@@ -14,6 +14,7 @@ from service.config import Config
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
+from service.images.uploads import Uploads
 from service.open_store import KeySource, OpenStore, open_store
 from service.rpc.access import Access
 from service.rpc.server import serve
@@ -49,6 +50,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             daily_write_bytes=config.daily_write_bytes,
         )
         store = durable.store(store_config, facts.fingerprint) if durable is not None else TieredStore(store_config)
+        uploads = Uploads(config.image_bytes)
         cache = PrefixCache(
             store,
             facts.layout,
@@ -62,6 +64,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             share_decoded=config.share_decoded,
             share_prefixes=config.share_prefixes,
             durable=durable.about if durable is not None else None,
+            media=uploads,
         )
         store.start()
         codec = TextCodec.load(folder)
@@ -97,6 +100,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             channels=channels,
             grammars=Grammars(codec, channels),
             again=again,
+            uploads=uploads,
         )
 
     return load

@@ -47,6 +47,8 @@ FOREIGN_VARIABLES = frozenset(
 MIB = 2**20
 GIB = 2**30
 
+MOST_PIXELS = 89_000_000  # beyond it the image library warns, and a picture takes a gigabyte while it is decoded
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", re.IGNORECASE)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -82,6 +84,10 @@ class Config:
     max_batch: int = 8
     max_queue: int = 64
     max_request_bytes: int = 64 * MIB
+    max_images: int = 32
+    max_image_bytes: int = 32 * MIB
+    max_image_pixels: int = 4096 * 4096
+    image_bytes: int = 512 * MIB
     max_fork_branches: int = 64
     max_snapshots: int = 10_000
     max_pinned: int = 1_000
@@ -121,9 +127,20 @@ class Config:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
-        for name in ("max_queue", "max_pinned", "memory_bytes", "disk_bytes", "drain_seconds", "engine_restarts"):
+        for name in (
+            "max_images",
+            "image_bytes",
+            "max_queue",
+            "max_pinned",
+            "memory_bytes",
+            "disk_bytes",
+            "drain_seconds",
+            "engine_restarts",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative")
+        if self.max_image_pixels > MOST_PIXELS:
+            raise ConfigError(f"max_image_pixels: must be at most {MOST_PIXELS}")
         if not 0 < self.default_ttl <= self.max_ttl:
             raise ConfigError(f"default_ttl: must be above 0 and at most max_ttl ({self.max_ttl:g} s)")
         if self.key_file is not None and self.key_command:
@@ -268,6 +285,8 @@ def _defaults(found: Mapping[str, Given]) -> dict[str, Given]:
 _AT_LEAST_ONE = (
     "max_batch",
     "max_request_bytes",
+    "max_image_bytes",
+    "max_image_pixels",
     "max_fork_branches",
     "max_snapshots",
     "max_watches",
@@ -459,6 +478,22 @@ OPTIONS = (
         "most calls waiting for a row; beyond it a call fails at once with RESOURCE_EXHAUSTED and a time to retry",
     ),
     Option("max_request_bytes", parse_size, "SIZE", "largest request message"),
+    Option("max_images", _parse_count, "N", "most images of one request; 0 takes none"),
+    Option("max_image_bytes", parse_size, "SIZE", "largest image file"),
+    Option(
+        "max_image_pixels",
+        _parse_count,
+        "N",
+        "most pixels of one image, looked at before anything is decompressed; those of one request together may be "
+        "four times as many",
+    ),
+    Option(
+        "image_bytes",
+        parse_size,
+        "SIZE",
+        "image files held in memory: those that running calls and snapshots need, and recent ones, so that they can be "
+        "named by their digest; beyond it a call with another image fails with IMAGE_MEMORY",
+    ),
     Option("max_fork_branches", _parse_count, "N", "most children of one Fork"),
     Option("max_snapshots", _parse_count, "N", "most snapshots of one caller"),
     Option("max_pinned", _parse_count, "N", "most of them pinned, which neither time nor memory pressure removes"),

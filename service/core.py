@@ -161,6 +161,9 @@ class Core:
             ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
+                max_image_bytes=c.max_image_bytes,
+                max_images=c.max_images,
+                max_image_pixels=c.max_image_pixels,
                 max_fork_branches=c.max_fork_branches,
                 max_queue=c.max_queue,
                 max_batch=c.max_batch,

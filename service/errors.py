@@ -9,6 +9,7 @@
     ├── SnapshotIdTaken / SnapshotInUse / SnapshotQuota / StoreFull
     ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
     ├── TurnOpen / TemplateNotAppendable / TemplateMissing
+    ├── ImageNotHeld / ImageMemory
     ├── ConstraintFailed      no token fits the constraint any more
     ├── WatchOverflow / WatchQuota / ResumeTokenExpired
     ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
@@ -197,6 +198,18 @@ class TemplateMissing(CallError):
     """The model has no chat template: only raw input works."""
 
     reason = "TEMPLATE_MISSING"
+
+
+class ImageNotHeld(CallError):
+    """No file with this digest is held for the caller; another caller's is none."""
+
+    reason = "IMAGE_NOT_HELD"
+
+
+class ImageMemory(CallError):
+    """The image files that calls and snapshots need take all the memory for them."""
+
+    reason = "IMAGE_MEMORY"
 
 
 class ConstraintFailed(CallError):

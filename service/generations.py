@@ -38,7 +38,8 @@ class Generations:
         await self._rt.until_named(owner, call.parent)
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
-            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
+            images = self._rt.images(loaded, owner, stack)
+            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks, images=images)
             check_room(len(prompt.tokens), loaded.view, needs=1)
             places = generation_places(call.marks, prompt, reasons=loaded.channels.has_reasoning)
             for mark, place in zip(call.marks, places, strict=True):
@@ -54,6 +55,7 @@ class Generations:
                 owner=owner,
                 tokens=prompt.tokens,
                 base=parent.node if parent else None,
+                images=prompt.images,
                 keep=self._rt.engine_places(places, parent),
                 generation=Generation(
                     sampling=resolve_sampling(call.sampling, loaded.view, seed),

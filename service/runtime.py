@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvcache.cache import PrefixCache
 from kvcache.errors import StoreError
+from kvcache.media import shown
 from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
@@ -31,7 +33,11 @@ from service.errors import (
 )
 from service.events import Marked, ModelState, ModelView, SnapshotView
 from service.handles import RESOURCE, Handles, bare_id
+from service.images.intake import CallImages, Intake
+from service.images.limits import ImageLimits
+from service.images.uploads import Uploads
 from service.loop import EngineLoop
+from service.media import Preparer
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
@@ -59,6 +65,8 @@ class Loaded:
     channels: Format
     grammars: Grammars
     again: Callable[[], Engine]  # loads the same model once more, on a new engine thread
+    preparer: Preparer | None = None  # None: the model takes no images
+    uploads: Uploads = field(default_factory=lambda: Uploads(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +91,8 @@ class Runtime:
 
     def __init__(self, config: Config, model_view: ModelView, instance: str) -> None:
         self.config = config
+        limits = ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels)
+        self._images = Intake(limits)
         self.instance = instance
         self.model_view = model_view
         self.loaded: Loaded | None = None
@@ -104,6 +114,7 @@ class Runtime:
         for task in list(self._background):
             task.cancel()
         self._text_threads.shutdown(wait=False)
+        self._images.close()
 
     async def until_named(self, owner: str, name: str) -> None:
         """Waits while a cancelled call is still saving `name`: whoever cancelled it may look at once.
@@ -174,13 +185,31 @@ class Runtime:
         marks: Sequence[Mark] = (),
         at: str = "input",
         *,
+        images: CallImages,
         bounded: bool = True,
     ) -> Prompt:
         """The parent's tokens and what `given` adds, tokenized on a text thread; `bounded`: it must fit the context."""
         context = parent.node.all_tokens() if parent else ()
         if bounded:
             refuse_hopeless(loaded.codec, loaded.view, len(context), given, at)
-        return await self.on_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, marks, at))
+        pictures = await images.take(given, at)
+
+        def resolve() -> Prompt:
+            return resolve_prompt(
+                loaded.codec, loaded.view, context, given, marks, at, preparer=loaded.preparer, pictures=pictures
+            )
+
+        prompt = await self.on_text_thread(resolve)
+        return replace(prompt, images=await images.placed(prompt.tokens))
+
+    def images(self, loaded: Loaded, owner: str, held: ExitStack) -> CallImages:
+        """For one call's images, held until `held` is closed."""
+        return self._images.call(owner, loaded.preparer, loaded.uploads, held)
+
+    def shown(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Token ids as callers see them: the model's placeholder at image positions."""
+        preparer = self.loaded.preparer if self.loaded is not None else None
+        return shown(tokens, preparer.placeholder_id) if preparer is not None else tokens
 
     def submit(self, work: Work) -> tuple[Channel, RowId]:
         assert self.loaded is not None

@@ -51,6 +51,9 @@ from service.rpc.server import RpcServer
 
 LIMITS = LimitsView(
     max_request_bytes=64 * 2**20,
+    max_image_bytes=2**20,
+    max_images=3,
+    max_image_pixels=10**6,
     max_fork_branches=4,
     max_queue=8,
     max_batch=2,

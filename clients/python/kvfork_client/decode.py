@@ -235,6 +235,7 @@ def server_info(message: server_pb.GetServerInfoResponse) -> ServerInfo:
             max_request_bytes=limits.max_request_bytes,
             max_image_bytes=limits.max_image_bytes,
             max_images=limits.max_images,
+            max_image_pixels=limits.max_image_pixels,
             max_fork_branches=limits.max_fork_branches,
             max_queue=limits.max_queue,
             max_batch=limits.max_batch,

@@ -10,7 +10,7 @@
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
     │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
     ├── ResourceExhausted            QueueFull, CallQuota, ActiveMemory, SnapshotQuota, PinQuota, StoreFull,
-    │                                ForkMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota
+    │                                ForkMemory, ImageMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota
     ├── Unavailable                  ServerDraining, ModelLoading, EngineDown, TlsFailed
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
@@ -53,6 +53,7 @@ __all__ = [
     "FieldViolation",
     "ForkMemory",
     "ImageInvalid",
+    "ImageMemory",
     "ImageNotHeld",
     "ImageTooLarge",
     "ImageUnsupported",
@@ -364,6 +365,13 @@ class PinQuota(ResourceExhausted):
 class StoreFull(ResourceExhausted):
     REASON = "STORE_FULL"
     advice = "release snapshots, or give the store more room"
+
+
+class ImageMemory(ResourceExhausted):
+    """metadata: needBytes, limitBytes."""
+
+    REASON = "IMAGE_MEMORY"
+    advice = "delete snapshots with images, or give the server more --image-bytes"
 
 
 class ForkMemory(ResourceExhausted):

@@ -340,6 +340,7 @@ class Limits:
     max_request_bytes: int = 0
     max_image_bytes: int = 0
     max_images: int = 0
+    max_image_pixels: int = 0
     max_fork_branches: int = 0
     max_queue: int = 0
     max_batch: int = 0

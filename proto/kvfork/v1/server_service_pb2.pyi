@@ -34,7 +34,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., boot_id: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_image_bytes", "max_images", "max_fork_branches", "max_queue", "max_batch", "max_snapshots", "max_pinned", "max_ttl", "max_watches")
+    __slots__ = ("max_request_bytes", "max_image_bytes", "max_images", "max_fork_branches", "max_queue", "max_batch", "max_snapshots", "max_pinned", "max_ttl", "max_watches", "max_image_pixels")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Limits(_message.Message):
     MAX_PINNED_FIELD_NUMBER: _ClassVar[int]
     MAX_TTL_FIELD_NUMBER: _ClassVar[int]
     MAX_WATCHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_PIXELS_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_image_bytes: int
     max_images: int
@@ -55,7 +56,8 @@ class Limits(_message.Message):
     max_pinned: int
     max_ttl: _duration_pb2.Duration
     max_watches: int
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_images: _Optional[int] = ..., max_fork_branches: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_snapshots: _Optional[int] = ..., max_pinned: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_watches: _Optional[int] = ...) -> None: ...
+    max_image_pixels: int
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_images: _Optional[int] = ..., max_fork_branches: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_snapshots: _Optional[int] = ..., max_pinned: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_watches: _Optional[int] = ..., max_image_pixels: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
