@@ -59,9 +59,11 @@ class ImageRefused(ValueError):
 
 
 class Preparer(Protocol):
-    """A model's image processor."""
+    """A model's image processor. An image takes the place of one `marker_id` that a chat template wrote."""
 
     placeholder_id: int  # what callers see at image positions
+    marker_id: int  # what a chat template puts where an image goes; the whole span stands in its place
+    marker: str  # the same as text
     whole_images: bool  # the model must see an image's run in one call: attention inside it goes both ways
     opening: tuple[int, ...]  # token ids before an image that no template placed
     closing: tuple[int, ...]  # and behind it
