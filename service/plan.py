@@ -54,7 +54,7 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowImage:
-    """An image of a row's prompt, at positions [start, end): what the model sees there, and what its places follow from."""
+    """An image of a row's prompt, at positions [start, end): what the model sees there and computes places from."""
 
     start: int
     key: MediaKey

@@ -85,7 +85,6 @@ class MlxEngine:
         self._rows: dict[RowId, _Row] = {}
         self._batch = decode_batch(layout)
         self._features = features.HeldFeatures(feature_bytes)
-        self.payloads_decoded = 0  # records that were made arrays: one that several rows restore at once counts once
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
@@ -93,7 +92,6 @@ class MlxEngine:
         payloads = layers.SharedPayloads([order.restored for order in plan.open if order.restored is not None])
         for order in plan.open:
             self._guard(order.row, result, self._open, order, payloads)
-        self.payloads_decoded += payloads.decoded
         del payloads
         began = time.perf_counter()
         for given in plan.give:
@@ -114,7 +112,7 @@ class MlxEngine:
             result.decode_seconds = time.perf_counter() - began
         self._close({*plan.close, *result.failed})
         if self._features:
-            self._features.shrink({image.key for row in self._rows.values() for image in row.images if row.needs(image.key)})
+            self._features.shrink(self._needed())
         return result
 
     def active_bytes(self) -> int:
@@ -175,6 +173,10 @@ class MlxEngine:
         result.unencoded[key] = error
         result.failed.update({name: error for name, row in self._rows.items() if row.needs(key)})
 
+    def _needed(self) -> set[MediaKey]:
+        """Images that an open row has still to prefill."""
+        return {image.key for row in self._rows.values() for image in row.images if image.end > row.position}
+
     def _prefill(self, call: Prefill, result: StepResult) -> None:
         row = self._rows[call.row]
         logits = self._calls.prefill(call.tokens, row.position, row.images, self._features, row.caches)
@@ -183,7 +185,9 @@ class MlxEngine:
         row.logits = logits if call.logits else None
         if call.passed:  # while window layers still hold what the call had
             mx.eval(layers.live_arrays(row.caches))
-            result.passed[call.row] = tuple(layers.capture(row.caches, self._layout, what, None) for what in call.passed)
+            result.passed[call.row] = tuple(
+                layers.capture(row.caches, self._layout, what, None) for what in call.passed
+            )
         layers.normalise(row.caches)
         mx.eval(layers.live_arrays(row.caches), *([row.logits] if call.logits else []))
         result.prefill_tokens += len(call.tokens)

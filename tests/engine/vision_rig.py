@@ -1,4 +1,4 @@
-"""One vision model's engine, driven by hand: contexts of text and pictures, runs with their records, restores of them."""
+"""One vision model's engine, driven by hand: contexts of text and pictures, runs with their records, restores."""
 
 from __future__ import annotations
 

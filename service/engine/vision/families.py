@@ -1,4 +1,4 @@
-"""The vision families that are served. Owns which mechanism each needs; a family that is not here is refused by name."""
+"""The vision families that are served, and which mechanism each needs. One that is not here is refused by name."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ class VisionCalls:
     def decode(self, fed: Sequence[Fed], caches) -> mx.array:
         more = {}
         if self._merge:
-            more["position_ids"] = mx.broadcast_to(mx.array([row.place for row in fed])[None, :, None], (3, len(fed), 1))
+            more["position_ids"] = mx.broadcast_to(
+                mx.array([row.place for row in fed])[None, :, None], (3, len(fed), 1)
+            )
         tokens = mx.array([row.token for row in fed], dtype=mx.int32)[:, None]
         return upstream.logits_of(self._language(tokens, cache=caches, **more))[:, -1, :]
 

@@ -43,7 +43,9 @@ class UpstreamPreparer:
                 ids, inputs = upstream.image_inputs(self._processor, self.marker, image)
         except ValueError as error:  # how processors refuse a shape
             width, height = picture.size
-            raise ImageRefused("IMAGE_SHAPE", f"the model takes no image of {width} x {height} pixels: {error}") from error
+            raise ImageRefused(
+                "IMAGE_SHAPE", f"the model takes no image of {width} x {height} pixels: {error}"
+            ) from error
         if len(ids) < MIN_POSITIONS:
             raise ImageRefused("IMAGE_SHAPE", f"the image takes {len(ids)} positions, fewer than {MIN_POSITIONS}")
         grid = tuple(int(n) for n in inputs["image_grid_thw"].reshape(-1)) if self._three_axes else ()

@@ -75,7 +75,9 @@ def image_inputs(processor, text: str, image) -> tuple[list[int], dict[str, np.n
     """(ids, arrays) that a processor makes of `text` with one image in it; `image` is a PIL one."""
     made = processor(text=text, images=[image], add_special_tokens=False)
     ids = np.asarray(made["input_ids"]).reshape(-1).tolist()
-    arrays = {name: np.asarray(value) for name, value in made.items() if name not in _NOT_THE_IMAGE and value is not None}
+    arrays = {
+        name: np.asarray(value) for name, value in made.items() if name not in _NOT_THE_IMAGE and value is not None
+    }
     return ids, arrays
 
 
