@@ -98,6 +98,7 @@ class NamedSnapshots:
             store.arrange(self._stock.place_of(node) for node in self._stock.tree)
             for snapshot in found:
                 self._snapshots.restore(snapshot)
+                self.store.claim(self._stock.records_of(snapshot.node))
                 if snapshot.pinned:
                     self.store.pin(self._stock.records_of(snapshot.node))
 
@@ -230,6 +231,7 @@ class NamedSnapshots:
             old, snapshot.node = snapshot.node, node
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
+            self.store.disclaim(self._stock.records_of(old))
             if pinned:
                 self.store.pin(self._stock.records_of(snapshot.node))
             self._record_move(snapshot)
@@ -312,6 +314,7 @@ class NamedSnapshots:
         """Called by the registry, in the lock, when a name ends."""
         if snapshot.pinned:
             self.store.unpin(self._stock.records_of(snapshot.node))
+        self.store.disclaim(self._stock.records_of(snapshot.node))
         if self._journal is not None and snapshot.recorded:
             self._journal.gone(snapshot)
             snapshot.recorded = False  # whoever still holds it writes no more

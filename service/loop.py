@@ -275,7 +275,8 @@ class EngineLoop:
 
     def _take_over(self, engine: Engine, cache: PrefixCache) -> None:
         self._engine = engine
-        self._cache, self._parking = cache, Parking(cache, PARKED_QUEUES * cache.store.queue_bytes)
+        parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes, self._scheduler.max_rows)
+        self._cache, self._parking = cache, parking
         self._scheduler.footprint = engine.footprint
 
     def _told(self, row: RowId, error: CallError) -> CallError:
