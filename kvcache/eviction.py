@@ -102,7 +102,11 @@ class EvictionOrder:
     def arrange(self, place: Place) -> None:
         """Say where the records of a key stand; of no effect if none is held."""
         unit = self._units.get(place.key)
-        if unit is None or unit.place == place:
+        if unit is not None:
+            self._put_in_place(unit, place)
+
+    def _put_in_place(self, unit: _Unit, place: Place) -> None:
+        if unit.place == place:
             return
         self._let_go_of_reach(unit)
         self._unlink(unit)
@@ -142,14 +146,21 @@ class EvictionOrder:
         owner = self._units.get(record.key)
         return self._sweep([owner]) if owner is not None and not owner.standing else []
 
-    def guard(self, key: bytes) -> None:
-        """Somebody is at work there: until `unguard` none of its records goes, and so none that they stand on."""
-        self._guarded.add(key)
+    def guard(self, place: Place) -> None:
+        """Somebody is at work there: until `unguard` none of its records goes, and none that it stands on.
+
+        It stands for that long, whether any record of it is held yet or not.
+        """
+        self._guarded.add(place.key)
+        unit = self._unit(place.key)
+        self._put_in_place(unit, place)
+        if not unit.members:
+            self._stand(unit)
 
     def keeps_something(self, key: bytes) -> bool:
         """Whether anything would have gone but for this guard."""
         unit = self._units.get(key)
-        return key in self._parked or (unit is not None and not unit.standing)
+        return key in self._parked or (unit is not None and not (unit.standing and unit.members))
 
     def unguard(self, key: bytes) -> list[Member]:
         """Returns what nothing has needed for as long as that."""
@@ -157,7 +168,11 @@ class EvictionOrder:
         for unit in self._parked.pop(key, ()):
             self._note(unit)
         owner = self._units.get(key)
-        return self._sweep([owner]) if owner is not None and not owner.standing else []
+        if owner is None:
+            return []
+        if not owner.members:
+            return self._sweep(self._drop(owner))
+        return self._sweep([owner]) if not owner.standing else []
 
     def leave(self, record: RecordId) -> list[Member]:
         """A record is gone, as its owner wished or by accident; returns what only it had made useful."""
@@ -165,7 +180,8 @@ class EvictionOrder:
         self._part(unit, unit.members[record.kind])
         # Where something follows, no run comes back to make it whole again: one that does will put it again.
         passed = bool(unit.children) and unit.place is not None and record.kind in unit.place.kinds
-        affected = self._drop(unit) if unit.standing and (passed or not unit.members) else [unit]
+        gone = unit.standing and (passed or not unit.members) and unit.key not in self._guarded
+        affected = self._drop(unit) if gone else [unit]
         self._note(unit)
         return self._sweep(affected)
 
@@ -257,7 +273,7 @@ class EvictionOrder:
                 for member in loose:
                     self._part(unit, member)
                 freed += loose
-            if unit.members or unit.children or self._units.get(unit.key) is not unit:
+            if unit.members or unit.children or unit.key in self._guarded or self._units.get(unit.key) is not unit:
                 continue
             del self._units[unit.key]
             parent = unit.parent
@@ -387,8 +403,9 @@ class EvictionOrder:
                     *self._spare(unit),
                     *(m for m in unit.members.values() if m.record.kind is RecordKind.WINDOW),
                 ]
+                keys = (unit.key, *(m.record.key for m in involved))
                 keeper = next((m.record for m in involved if self._pinned(m.record)), None) or next(
-                    (m.record.key for m in involved if m.record.key in self._guarded), None
+                    (key for key in keys if key in self._guarded), None
                 )
                 if keeper is None:
                     return unit

@@ -33,6 +33,11 @@ class Entry:
     payload: Buffer | None = None
     extent: Extent | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether its payload is in the queue for the disk."""
+        return self.tier is Tier.PENDING and self.payload is not None
+
 
 @dataclass(slots=True)
 class _Count:
@@ -46,6 +51,7 @@ class RecordIndex:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._entries: dict[RecordId, Entry] = {}
         self._pins: dict[RecordId, int] = {}
+        self._claims: dict[RecordId, int] = {}  # how many names stand on a record, held or not
         self._order = EvictionOrder(self.is_pinned, clock)
         self._resident: RecencyQueue[Entry] = RecencyQueue()  # entries in MEMORY, to be spilled from the oldest
         self._resting: set[RecordId] = set()  # pinned ones of them that came up and were put aside
@@ -64,7 +70,7 @@ class RecordIndex:
         return self._entries.get(entry.record) is entry
 
     def clear(self) -> None:
-        """Forget every entry; pins stay, for their owners will take them back."""
+        """Forget every entry; pins and claims stay, for their owners will take them back."""
         while self._entries:
             self.remove(next(iter(self._entries.values())))
         self._released.clear()
@@ -101,7 +107,7 @@ class RecordIndex:
             record=record,
             size=len(payload),
             tier=tier,
-            explicit=explicit,
+            explicit=explicit or record in self._claims,
             tick=next(self._ticks),
             key_id=key_id,
             payload=payload,
@@ -189,9 +195,25 @@ class RecordIndex:
                 self._resident.add(entry, entry.tick)
         self._evict(self._order.unpinned(record))
 
-    def guard(self, key: bytes) -> None:
-        """Evict nothing of this key."""
-        self._order.guard(key)
+    def claim(self, record: RecordId) -> Entry | None:
+        """Count one more name that stands on it; the entry, if it is held."""
+        self._claims[record] = self._claims.get(record, 0) + 1
+        return self._entries.get(record)
+
+    def disclaim(self, record: RecordId) -> None:
+        """Take one `claim` back; after the last, nobody asks for the record any more."""
+        names = self._claims[record] - 1
+        if names:
+            self._claims[record] = names
+            return
+        del self._claims[record]
+        entry = self._entries.get(record)
+        if entry is not None:
+            entry.explicit = False
+
+    def guard(self, place: Place) -> None:
+        """Evict nothing of this key, nor what stands before it."""
+        self._order.guard(place)
 
     def unguard(self, key: bytes) -> bool:
         """Whether that makes room, or may."""

@@ -133,6 +133,7 @@ class NamedSnapshots:
             for snapshot in found:
                 self._snapshots.restore(snapshot)
                 self._keep_media(snapshot)
+                self.store.claim(self._stock.records_of(snapshot.node))
                 if snapshot.pinned:
                     self.store.pin(self._stock.records_of(snapshot.node))
 
@@ -292,6 +293,7 @@ class NamedSnapshots:
             old, snapshot.node = snapshot.node, node
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
+            self.store.disclaim(self._stock.records_of(old))
             if pinned:
                 self.store.pin(self._stock.records_of(snapshot.node))
             self._record_move(snapshot)
@@ -382,6 +384,7 @@ class NamedSnapshots:
         self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, None, reason))
         if snapshot.pinned:
             self.store.unpin(self._stock.records_of(snapshot.node))
+        self.store.disclaim(self._stock.records_of(snapshot.node))
         if self._journal is not None and snapshot.recorded:
             self._journal.gone(snapshot)
             snapshot.recorded = False  # whoever still holds it writes no more

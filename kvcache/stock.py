@@ -91,14 +91,14 @@ class Stock:
         """Holds a node for a run that goes on from it: nothing of it is evicted meanwhile, nor what that stands on."""
         node.holds += 1
         node.followed += 1
-        if node.followed == 1:
-            self.store.guard(node.key)
+        if node.followed == 1 and node.parent is not None:
+            self.store.guard(self.place_of(node))
         return node
 
     def unfollow(self, node: Node) -> None:
         node.followed -= 1
         assert node.followed >= 0, node
-        if node.followed == 0:
+        if node.followed == 0 and node.parent is not None:
             self.store.unguard(node.key)
         self.unhold(node)
 

@@ -7,8 +7,9 @@ used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follo
 Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
 belong to the I/O thread alone; other threads leave freed extents in the index for it.
 
-Process memory held: `memory_bytes` less what is lent, at most twice `queue_bytes` of pending payloads, one sealed
-record, and what `kvcache.buffers` keeps idle. What loans put into the queue beyond that counts as `memory_bytes`.
+Process memory held: `memory_bytes` less what is lent, at most twice `queue_bytes` of pending payloads (or once, and one
+record larger than that), one sealed record, and what `kvcache.buffers` keeps idle. What loans put into the queue beyond
+that counts as `memory_bytes`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class StoreConfig:
     directory: Path | None = None  # whose file system to use; None: the system's temporary directory
     memory_bytes: int  # budget of the memory tier
     disk_bytes: int  # budget of all segment files together, headers and dead records included
-    queue_bytes: int  # bound on PENDING payloads for implicit records; explicit ones may use twice as much
+    queue_bytes: int  # bound on PENDING payloads for implicit records; explicit ones may use twice as much. One record
+    # of any size may wait besides explicit ones of `queue_bytes`, or alone
     segment_bytes: int = 64 * MIB
     min_free_bytes: int = 1024 * MIB  # writing never takes the file system's free space below this
     encrypt: bool = True
@@ -112,6 +114,7 @@ class TieredStore:
         self._io = IoThread("kvcache-io", clock)
         self._ledger = Ledger(RecordIndex(clock))
         self._lent = 0
+        self._large: Entry | None = None  # the last record larger than `queue_bytes` that went to the queue
         self._lock = self._ledger.lock
         self._index = self._ledger.index
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
@@ -164,11 +167,12 @@ class TieredStore:
         The buffer is kept, not copied: it must own exactly these bytes and never change again.
         `explicit`: a client asked for it by name, so it may use the queue's second half and is written whatever the
         day's budget. `key_id`: whose sealing key. `patient`: the caller tries again if that may help, so that is not
-        counted as skipped. `in_memory`: spilled when room is needed, whatever its kind, and not written before.
+        counted as skipped, and nothing is evicted for it that somebody asked for and the disk will take soon.
+        `in_memory`: spilled when room is needed, whatever its kind, and not written before.
         """
         data = _as_bytes(payload)
         with self._lock:
-            result = self._admit(record, data, explicit=explicit, key_id=key_id, in_memory=in_memory)
+            result = self._admit(record, data, explicit=explicit, key_id=key_id, in_memory=in_memory, patient=patient)
             if not result.held and not (patient and result.may_pass):
                 self._ledger.tally.skipped[result] += 1
         return result
@@ -186,13 +190,23 @@ class TieredStore:
             call()
 
     def claim(self, records: Iterable[RecordId]) -> None:
-        """A handle stands on these records now: they count as explicit, and go to disk where the policy wants that."""
+        """One more name stands on these records: until `disclaim` they count as explicit, held already or not.
+
+        They go to disk where the policy wants that of explicit ones.
+        """
         wanted = list(records)
         with self._lock:
             for record in wanted:
-                entry = self._index.get(record)
+                entry = self._index.claim(record)
                 if entry is not None:
                     self._make_explicit(entry)
+
+    def disclaim(self, records: Iterable[RecordId]) -> None:
+        """Take one `claim` of each back. With the last, a record is worth no more to the policy than any other."""
+        unwanted = list(records)
+        with self._lock:
+            for record in unwanted:
+                self._index.disclaim(record)
 
     def locate(self, record: RecordId) -> Tier | None:
         with self._lock:
@@ -217,10 +231,13 @@ class TieredStore:
         with self._lock:
             self._index.touch(used)
 
-    def guard(self, key: bytes) -> None:
-        """Somebody is at work on the records of this key, held already or not: until `unguard`, none is evicted."""
+    def guard(self, place: Place) -> None:
+        """Somebody is at work there: until `unguard`, none of its records is evicted, held already or not.
+
+        Nor is what it stands on.
+        """
         with self._lock:
-            self._index.guard(key)
+            self._index.guard(place)
 
     def unguard(self, key: bytes) -> None:
         with self._lock:
@@ -470,9 +487,14 @@ class TieredStore:
     @property
     def _overdue_bytes(self) -> int:
         """What loans have put into the queue beyond its limit: still in memory, and counted there."""
-        return max(0, self._index.bytes_in(Tier.PENDING) - self._queue_limit(explicit=True))
+        limit = self._queue_limit(explicit=True)
+        if self._large is not None and self._large.waits:
+            limit = max(limit, self._config.queue_bytes + self._large.size)
+        return max(0, self._index.bytes_in(Tier.PENDING) - limit)
 
-    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int, in_memory: bool) -> PutResult:
+    def _admit(
+        self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int, in_memory: bool, patient: bool
+    ) -> PutResult:
         if self._ledger.closed:
             return PutResult.SKIPPED_CLOSED
         entry = self._index.get(record)
@@ -484,13 +506,9 @@ class TieredStore:
             self._index.touch((record,))
             return PutResult.EXISTS
         size = len(data)
-        fits_disk = (
-            size <= self._segments.max_payload_bytes
-            and size <= self._queue_limit(explicit=explicit)
-            and self._may_write(explicit=explicit)
-        )
+        fits_disk = size <= self._segments.max_payload_bytes and self._may_write(explicit=explicit)
         if (record.kind in RESIDENT or in_memory or not fits_disk) and size <= self._config.memory_bytes:
-            if size <= self._memory_bytes and self._shrink_memory(self._memory_bytes - size):
+            if size <= self._memory_bytes and self._shrink_memory(self._memory_bytes - size, patient=patient):
                 self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
                 return PutResult.STORED
             if not fits_disk:
@@ -507,10 +525,11 @@ class TieredStore:
         self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit, key_id=key_id))
         return PutResult.STORED
 
-    def _shrink_memory(self, limit: int, *, loan: bool = False) -> bool:
+    def _shrink_memory(self, limit: int, *, loan: bool = False, patient: bool = False) -> bool:
         """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it.
 
-        `loan`: the queue's limit does not count.
+        `loan`: the queue's limit does not count. `patient`: rather than evict what somebody asked for and only the
+        queue has no room for, give up.
         """
         while self._index.bytes_in(Tier.MEMORY) > limit:
             oldest = self._index.pop_oldest_resident()
@@ -521,7 +540,8 @@ class TieredStore:
                 self._enqueue(oldest)
                 continue
             self._index.keep(oldest)
-            if not self._ledger.evict(Tier.MEMORY):
+            waits = patient and oldest.explicit and self._disk.refusal() is None and self._spills(oldest, loan=True)
+            if waits or not self._ledger.evict(Tier.MEMORY):
                 return False
         return True
 
@@ -554,9 +574,17 @@ class TieredStore:
         return self._config.queue_bytes * (2 if explicit else 1)
 
     def _queue_takes(self, size: int, *, explicit: bool) -> bool:
-        return self._index.bytes_in(Tier.PENDING) + size <= self._queue_limit(explicit=explicit)
+        """A record of any size has its turn, for else one that is too large for the queue would never reach the disk.
+
+        One that was asked for waits for others of its like only: what was not leaves it room.
+        """
+        waiting = self._index.bytes_in(Tier.PENDING)
+        has_turn = waiting <= self._config.queue_bytes if explicit else not waiting
+        return has_turn or waiting + size <= self._queue_limit(explicit=explicit)
 
     def _enqueue(self, entry: Entry) -> None:
+        if entry.size > self._config.queue_bytes:
+            self._large = entry
         self._io.submit(partial(self._disk.write, entry))
 
 

@@ -376,11 +376,14 @@ _WHY_NOT_KEPT = {
     "SKIPPED_DISK_ERROR": "writes to the disk keep failing",
     "SKIPPED_MEMORY_FULL": "all of the memory budget is pinned",
     "NOT_STORED": "state that it stands on was evicted for want of memory before it was reached",
-    "SKIPPED_TOO_LARGE": "it is larger than the budgets allow",
+    "SKIPPED_TOO_LARGE": "one record of it is larger than either budget",
 }
 
 
-_MORE_MEMORY = "give the server more --memory-bytes, or try again when fewer calls run"
+_HINTS = {
+    "NOT_STORED": "give the server more --memory-bytes, or try again when fewer calls run",
+    "SKIPPED_TOO_LARGE": "give the server more --memory-bytes or --disk-bytes: no time helps",
+}
 
 
 def store_full(reason: str) -> StoreFull:
@@ -388,7 +391,7 @@ def store_full(reason: str) -> StoreFull:
     cause = reason.removeprefix("SKIPPED_")
     return StoreFull(
         f"the state could not be kept: {_WHY_NOT_KEPT.get(reason, reason)}",
-        hint=_MORE_MEMORY if reason == "NOT_STORED" else "free room, or try again later",
+        hint=_HINTS.get(reason, "free room, or try again later"),
         metadata={"cause": cause} if cause.isupper() else {},
-        retry_after=1.0,
+        retry_after=1.0 if reason != "SKIPPED_TOO_LARGE" else None,
     )

@@ -178,6 +178,11 @@ class Scheduler:
         return entry.state if entry else State.DONE
 
     @property
+    def max_rows(self) -> int:
+        """How many may decode at once."""
+        return self._config.max_rows
+
+    @property
     def reserved_bytes(self) -> int:
         """What rows under way may grow to, padding aside."""
         return sum(e.bytes for e in self._entries.values() if e.state is not State.QUEUED)

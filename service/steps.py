@@ -64,7 +64,7 @@ class Steps:
         self._totals = totals
         self._clock = clock
         self._loan = Loan(cache.store)
-        self.parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes)
+        self.parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes, scheduler.max_rows)
         self.rows = Rows(scheduler, self.parking, self._loan, totals)
         self._keeping = Keeping(cache, scheduler, self.parking, self.rows, post, clock, snapshot_wait)
         self._ends = Ends(scheduler, self.parking, self.rows, self._keeping, clock)

@@ -315,9 +315,8 @@ class Play:
         """Records that a pin or an outstanding plan names, or that a run goes on from."""
         records = self.pinned()
         for node in self.followed:
-            own = {RecordId(node.key, kind) for kind in RecordKind}
-            if any(self.store.locate(record) for record in own):  # else there is nothing to go on from
-                records |= own | {RecordId(n.source, RecordKind.FULL) for n in node.path()}
+            records |= {RecordId(node.key, kind) for kind in RecordKind}
+            records |= {record for record, _ in needed(node.path(), self.cache.layout, logits=True)}
         return records
 
     def pinned(self) -> set[RecordId]:
@@ -378,6 +377,12 @@ class Play:
         assert stats.file_bytes <= DISK
         assert stats.pinned == len(self.pinned())
         assert stats.failed_jobs == 0
+        claims: Counter[RecordId] = Counter()
+        for name in self.names.values():
+            claims.update(record for record, _ in needed(name.snapshot.node.path(), self.cache.layout, logits=True))
+        index = self.store._index
+        assert claims == index._claims, "names claim what they stand on, and give it back"
+        assert all(entry.explicit for record, entry in index._entries.items() if record in claims)
 
     def check_names(self) -> None:
         """Each is restorable as far as the records go, whole and right; the view says the same."""

@@ -132,6 +132,33 @@ def test_a_record_larger_than_memory_goes_to_disk_and_one_too_large_for_disk_sta
     store.close()
 
 
+def test_a_record_larger_than_the_queue_has_its_turn_and_others_keep_their_room_in_memory() -> None:
+    store = store_over(queue_bytes=SIZE)
+    large = payload("large", 5 * SIZE)
+    put_all(store, range(10), FULL)
+    assert put(store, 1) is PutResult.STORED
+    assert store.put(record("passing"), large, explicit=False) is PutResult.SKIPPED_QUEUE_FULL
+    assert store.put(record("large"), large, explicit=True) is PutResult.STORED, "what nobody asked for leaves it room"
+    assert store.put(record("next"), large, explicit=True, patient=True) is PutResult.SKIPPED_QUEUE_FULL
+    assert store.stats().pending_bytes == 6 * SIZE
+    assert store.put(record("logits", LOGITS), payload("logits", 1), explicit=True) is PutResult.STORED
+    assert sum(tier is Tier.MEMORY for tier in tiers(store, range(10), FULL)) == 9, "as much as one byte more takes"
+    store.run_pending()
+    assert store.locate(record("large")) is Tier.DISK
+    assert store.put(record("next"), large, explicit=False) is PutResult.STORED, "an empty queue takes any"
+    store.run_pending()
+    assert bytes(store.fetch_now([record("large")]).payloads[0]) == large
+    store.close()
+
+
+def test_a_resident_record_larger_than_the_queue_spills_rather_than_is_lost() -> None:
+    store = store_over(queue_bytes=SIZE)
+    for name in range(3):
+        assert store.put(record(name, FULL), payload(name, 5 * SIZE), explicit=True) is PutResult.STORED
+    assert tiers(store, range(3), FULL) == [Tier.PENDING, Tier.MEMORY, Tier.MEMORY]
+    store.close()
+
+
 def test_a_record_is_stored_once_and_putting_it_again_counts_as_a_use() -> None:
     store = store_over()
     put_all(store, range(10), FULL)

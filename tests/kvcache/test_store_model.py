@@ -138,7 +138,7 @@ class World:
         assert (stats.memory_bytes, stats.pending_bytes, stats.disk_bytes) == tuple(by_tier[tier] for tier in Tier)
         assert sum(usage.records for usage in stats.usage.values()) == len(located)
         assert stats.memory_bytes <= MEMORY
-        assert stats.pending_bytes <= 2 * QUEUE
+        assert stats.pending_bytes <= max(2 * QUEUE, QUEUE + max(map(size_of, range(NAMES))))
         assert stats.file_bytes <= self.disk_bytes
         assert sum(self.inner.sizes().values()) <= stats.file_bytes
         if not self.faults:

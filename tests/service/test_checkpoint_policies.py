@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvcache.blocks import BLOCK_TOKENS
+from kvcache.cache import Keep
 from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
@@ -123,8 +124,6 @@ def test_what_a_name_stands_on_goes_to_disk_under_marks_and_what_was_only_passed
     rig = rig_with(MARKS, memory=1 << 20)
     named = rig.submit(prompt_of(200), generate=400, save=True)
     rig.run()
-    from kvcache.cache import Keep
-
     snapshot = rig.cache.add_snapshot("a", named.nodes[600], Keep(), parent=None)
     rig.store.run_pending()
     kinds = [record.kind for record in rig.store.held() if rig.store.locate(record) is Tier.DISK]
@@ -159,6 +158,20 @@ def test_a_place_that_memory_cannot_take_is_refused_with_the_reason() -> None:
     rig.run()
     (event,) = [event for event in heard.events if isinstance(event, NodeAt)]
     assert event.lost == "SKIPPED_TOO_LARGE" and not rig.cache.stands(event.node)
+    rig.settle()
+
+
+def test_what_lost_its_last_name_is_not_written_under_marks() -> None:
+    rig = rig_with(MARKS, layout=CacheLayout((LayerSpec(LayerKind.FULL),)), memory=6_000)
+    first = rig.submit(prompt_of(1_024), keep=[1_024])
+    rig.run()
+    names = [rig.cache.add_snapshot("a", first.nodes[1_024], Keep(), parent=None) for _ in range(2)]
+    for name in names:
+        rig.cache.delete(name)
+    second = rig.submit(prompt_of(1_024, "other"), keep=[1_024])
+    rig.run()
+    assert rig.store.stats().evicted[Tier.MEMORY].records > 0 and rig.store.stats().written.records == 0
+    assert rig.cache.stands(second.nodes[1_024])
     rig.settle()
 
 
