@@ -12,7 +12,7 @@ from kvcache.cache import PrefixCache
 from kvcache.checkpoints import Take
 from kvcache.tree import Node
 from service.parking import Parking, Place, Settled
-from service.plan import Payloads
+from service.plan import Payloads, RowId
 from service.rows import Rows
 from service.scheduler import Scheduler
 from service.sequence import Sequence
@@ -76,10 +76,11 @@ class Keeping:
         """Offers what is parked to the store again, and goes on where it was taken or its time is over."""
         if not self._parking:
             return
-        settled = self._parking.settle(self._clock())
-        for each in settled:
+        rows: dict[RowId, None] = {}
+        for each in self._parking.settle(self._clock()):
+            rows[each.row] = None
             self._rows.guard(each.row, self._settled, each)
-        for row in dict.fromkeys(each.row for each in settled):
+        for row in rows:
             if row in self._rows and not self._parking.holds(row):
                 self._rows.guard(row, self._all_stored, self._rows[row])
         self._ask_when_written()
