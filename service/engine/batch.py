@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from kvcache.layout import CacheLayout
 from service.engine import layers
+from service.engine.calls import Calls, Fed
 from service.engine.hold import Held
 from service.plan import Capture, Payloads, RowId
 
@@ -42,7 +43,7 @@ class DecodeBatch(Protocol):
         """Forgets rows and their state."""
         ...
 
-    def step(self, model, tokens: list[int]) -> mx.array:
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
         """Feeds each row one token; next-token logits (rows, vocab)."""
         ...
 
@@ -85,11 +86,12 @@ class OneCall:
         for cache in self._batch:
             cache.filter(mx.array(keep))
 
-    def step(self, model, tokens: list[int]) -> mx.array:
-        return model(mx.array(tokens, dtype=mx.uint32)[:, None], cache=self._batch)[:, -1, :]
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
+        return calls.decode(fed, self._batch)
 
     def hold(self) -> Undo:
-        held, batch, rows = Held(self._batch or []), self._batch, list(self.rows)
+        # A copy of the list: a model may put other objects into it while it is called.
+        held, batch, rows = Held(self._batch or []), self._batch and list(self._batch), list(self.rows)
 
         def undo() -> None:
             held.put_back()
@@ -131,9 +133,8 @@ class OneCallEach:
         for row in rows:
             self._caches.pop(row, None)
 
-    def step(self, model, tokens: list[int]) -> mx.array:
-        fed = zip(tokens, self._caches.values(), strict=True)
-        return mx.concatenate([model(mx.array([[t]], dtype=mx.uint32), cache=c)[:, -1, :] for t, c in fed])
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
+        return mx.concatenate([calls.decode([one], own) for one, own in zip(fed, self._caches.values(), strict=True)])
 
     def hold(self) -> Undo:
         held, rows = Held([cache for caches in self._caches.values() for cache in caches]), dict(self._caches)

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from kvcache.layout import CacheLayout
 from service.engine.batch import DecodeBatch, OneCall, OneCallEach, Undo
+from service.engine.calls import Calls, Fed
 from service.plan import Capture, Payloads, RowId
 
 
@@ -67,12 +68,12 @@ class Groups:
         for batch in self._batches:
             batch.drop(rows)
 
-    def step(self, model, tokens: list[int]) -> mx.array:
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
         """As many calls as there are batches with rows."""
-        logits, fed = [], iter(tokens)
+        logits, left = [], iter(fed)
         for batch in self._batches:
             if batch.rows:
-                logits.append(batch.step(model, [next(fed) for _ in batch.rows]))
+                logits.append(batch.step(calls, [next(left) for _ in batch.rows]))
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def hold(self) -> Undo:
