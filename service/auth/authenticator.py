@@ -50,7 +50,9 @@ class Authenticator:
 
     def by_certificate(self, peer: Mapping[str, Iterable[bytes]]) -> Caller:
         """`peer` is what the transport tells of a verified certificate. Raises Unauthenticated."""
-        names = [*peer.get("x509_subject_alternative_name", ())] or [*peer.get("x509_common_name", ())]
+        kinds = ("x509_subject_alternative_name", "x509_common_name")
+        given = ([name for name in peer.get(kind, ()) if name] for kind in kinds)
+        names = next(filter(None, given), [])
         if len(names) != 1:
             text = "has no name" if not names else "has several names, so it is not clear whose it is"
             raise Unauthenticated(
