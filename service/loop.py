@@ -37,7 +37,7 @@ from service.errors import (
     RowFailed,
 )
 from service.events import FinishReason
-from service.failures import not_begun, row_failure
+from service.failures import not_begun, row_failure, why_lost
 from service.parking import Parking, Place, Settled
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
 from service.restores import Read, Restore, Restores
@@ -53,7 +53,6 @@ SNAPSHOT_WAIT = 10.0  # seconds
 TEARDOWN_SECONDS = 2.0  # milliseconds are usual
 PARKED_QUEUES = 4  # times what the store's queue takes may wait for it in all
 LOAN_RETRY = 0.02  # seconds after which the store is asked again for memory that it could not lend
-NOT_STORED = "NOT_STORED"  # why a place does not stand, where the store refused nothing: it was evicted since
 RESTORE_TRIES = 5  # a record can be lost between planning and reading; each try plans anew without it
 
 
@@ -674,7 +673,7 @@ class EngineLoop:
         is_end = final and seq.keeps_state
         asked = is_end or end == seq.mark_at or end in seq.work.keep or rehome
         if asked and not lost and not self._cache.stands(node):
-            lost = seq.lost or NOT_STORED  # something before this place is missing
+            lost = why_lost(self._cache.why_not(node), seq.lost)  # something before this place is missing
         if end == seq.mark_at and not seq.mark_told:
             seq.mark_told = True
             seq.emit(NodeAt(self._cache.hold(node), lost, final=False, reasoning_end=True))
@@ -776,7 +775,7 @@ class EngineLoop:
         node, lost = self._cache.hold_base(last, last.end), ""
         if node.parent is None:
             self._cache.let_go(node)
-            node, lost = self._cache.hold(last), seq.lost or NOT_STORED
+            node, lost = self._cache.hold(last), why_lost(self._cache.why_not(last), seq.lost)
         seq.emit(NodeAt(node, lost, final=True))
 
     def _ended(self, seq: Sequence, reason: FinishReason | None) -> None:
