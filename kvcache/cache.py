@@ -123,7 +123,7 @@ class PrefixCache(NamedSnapshots):
             self._stock.forget_lost()
             node = self._stock.tree.get(record.key)
             if node is not None:
-                node.lost = MissReason.CORRUPT
+                node.note_lost(record.kind, MissReason.CORRUPT)
 
     def release(self, lookup: Lookup) -> None:
         """Lets go of what `lookup` pinned and found kept. Call it once, after both were taken or the work given up."""
@@ -209,7 +209,7 @@ class PrefixCache(NamedSnapshots):
                 in_memory=kind in in_memory,
             )
             if not result.held:
-                node.lost = MissReason.NOT_WRITTEN
+                node.note_lost(kind, MissReason.NOT_WRITTEN)
                 if lost is None and asked == explicit:
                     lost = result
         self.store.arrange([self._stock.place_of(node)])
@@ -266,12 +266,19 @@ class PrefixCache(NamedSnapshots):
     def why_recomputed(self, node: Node, position: int) -> MissReason:
         """Why `recompute_tokens` is more than the grid's share; NONE if it is not."""
         with self._lock:
+            self._stock.forget_lost()
             return self._places.why_recomputed(node, position)
 
     def stands(self, node: Node) -> bool:
         """Whether all that standing at the end of `node` takes is stored."""
         with self._lock:
             return self._stock.restorable(node)
+
+    def why_not(self, node: Node) -> MissReason:
+        """Why nobody can stand at the end of `node`; NONE if one can."""
+        with self._lock:
+            self._stock.forget_lost()
+            return self._stock.why_not(node)
 
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""

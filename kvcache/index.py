@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvcache.eviction import EvictionOrder, Member, Place
 from kvcache.recency import RecencyQueue
-from kvcache.records import Buffer, RecordId, RecordKind, Tier
+from kvcache.records import Buffer, Loss, RecordId, RecordKind, Tier
 from kvcache.segments import Extent
 from kvcache.stats import Usage
 
@@ -60,7 +60,7 @@ class RecordIndex:
         self._evicted = {tier: _Count() for tier in Tier}
         self._ticks = itertools.count()
         self._released: list[Extent] = []
-        self._lost: dict[RecordId, None] = {}  # an ordered set
+        self._lost: dict[RecordId, Loss] = {}
 
     def get(self, record: RecordId) -> Entry | None:
         return self._entries.get(record)
@@ -145,10 +145,10 @@ class RecordIndex:
         """What was evicted since the start."""
         return {tier: Usage(count.records, count.bytes) for tier, count in self._evicted.items()}
 
-    def lose(self, entry: Entry) -> None:
+    def lose(self, entry: Entry, why: Loss) -> None:
         """Forget an entry that its owner did not give up; it waits in `take_lost`."""
         self.remove(entry)
-        self._lost[entry.record] = None
+        self._lost[entry.record] = why
 
     def forgive(self, record: RecordId) -> None:
         """Do not report this loss: the owner has given the record up meanwhile."""
@@ -162,9 +162,8 @@ class RecordIndex:
         released, self._released = self._released, []
         return released
 
-    def take_lost(self) -> list[RecordId]:
-        lost = list(self._lost)
-        self._lost.clear()
+    def take_lost(self) -> dict[RecordId, Loss]:
+        lost, self._lost = self._lost, {}
         return lost
 
     def touch(self, records: Iterable[RecordId]) -> None:
@@ -275,7 +274,7 @@ class RecordIndex:
             self._evicted[entry.tier].records += 1
             self._evicted[entry.tier].bytes += entry.size
             self._drop(entry)
-            self._lost[entry.record] = None
+            self._lost[entry.record] = Loss.EVICTED
             gone.append(entry)
         return gone
 

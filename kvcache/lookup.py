@@ -149,7 +149,7 @@ class Matcher:
         """Why the path could not be used up to `known`."""
         if known - position < BLOCK_TOKENS and (not path or path[-1].end <= position or path[-1].is_tail):
             tail = path[-1] if path and path[-1].end > position else None
-            if tail is None or tail.lost is MissReason.NOT_WRITTEN:
+            if tail is None or all(tail.why_lost(kind) is None for kind in self._stock.layout.kinds):
                 return MissReason.BETWEEN_CHECKPOINTS
         return self._stock.why_missing(path, position, path[-1].end if path else 0) or MissReason.BETWEEN_CHECKPOINTS
 

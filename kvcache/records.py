@@ -47,6 +47,14 @@ class Tier(enum.Enum):
     DISK = "disk"
 
 
+class Loss(enum.Enum):
+    """Why a record that was held is not any more, without its owner's doing."""
+
+    EVICTED = "evicted"  # for want of room, or as of no use without one that went
+    NOT_WRITTEN = "not_written"  # it was accepted, and the disk did not take it
+    CORRUPT = "corrupt"  # what came back from the disk did not verify
+
+
 class PutResult(enum.Enum):
     """What became of one `put`."""
 

@@ -28,7 +28,7 @@ from kvcache.errors import StoreClosed, StoreError
 from kvcache.eviction import Place
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import Entry, RecordIndex
-from kvcache.records import Buffer, FetchResult, Note, NoteId, PutResult, RecordId, RecordKind, Tier
+from kvcache.records import Buffer, FetchResult, Loss, Note, NoteId, PutResult, RecordId, RecordKind, Tier
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import SegmentLog
 from kvcache.stats import StoreStats, Usage
@@ -260,7 +260,7 @@ class TieredStore:
             self._disk.room_was_made()
 
     def delete(self, records: Iterable[RecordId]) -> None:
-        """Forget records, pinned or not; `drain_evicted` does not report them. Disk space follows a moment later."""
+        """Forget records, pinned or not; `drain_lost` does not report them. Disk space follows a moment later."""
         unwanted = list(records)
         with self._lock:
             for record in unwanted:
@@ -272,8 +272,8 @@ class TieredStore:
             self._disk.room_was_made()
             self._io.submit(self._disk.apply_releases, urgent=True)
 
-    def drain_evicted(self) -> list[RecordId]:
-        """Records that ceased to be held since the last call without being deleted: evicted, corrupt, not writable."""
+    def drain_lost(self) -> dict[RecordId, Loss]:
+        """Records that ceased to be held since the last call without being deleted, and why; the oldest loss first."""
         with self._lock:
             return self._index.take_lost()
 

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from kvcache.cache import PrefixCache
 from kvcache.checkpoints import Take
 from kvcache.tree import Node
+from service.failures import why_lost
 from service.parking import Parking, Place, Settled
 from service.plan import Payloads, RowId
 from service.rows import Rows
 from service.scheduler import Scheduler
 from service.sequence import Sequence
 from service.work import NodeAt
-
-NOT_STORED = "NOT_STORED"  # why a place does not stand, where the store refused nothing: it was evicted since
 
 
 class Keeping:
@@ -93,7 +92,7 @@ class Keeping:
         node, lost = self._cache.hold_base(last, last.end), ""
         if node.parent is None:
             self._cache.let_go(node)
-            node, lost = self._cache.hold(last), seq.lost or NOT_STORED
+            node, lost = self._cache.hold(last), why_lost(self._cache.why_not(last), seq.lost)
         seq.emit(NodeAt(node, lost, final=True))
 
     def _ask_when_written(self) -> None:
@@ -125,7 +124,7 @@ class Keeping:
         seq.lost = seq.lost or lost
         asked = seq.asked_at(end, final=final)
         if asked and not lost and not self._cache.stands(node):
-            lost = seq.lost or NOT_STORED  # something before this place is missing
+            lost = why_lost(self._cache.why_not(node), seq.lost)  # something before this place is missing
         if asked.reasoning_end:
             seq.mark_told = True
             seq.emit(NodeAt(self._cache.hold(node), lost, final=False, reasoning_end=True))

@@ -375,13 +375,15 @@ _WHY_NOT_KEPT = {
     "SKIPPED_DISK_FULL": "the disk is full, or what is on it is all pinned",
     "SKIPPED_DISK_ERROR": "writes to the disk keep failing",
     "SKIPPED_MEMORY_FULL": "all of the memory budget is pinned",
-    "NOT_STORED": "state that it stands on was evicted for want of memory before it was reached",
+    "EVICTED": "state that it stands on was evicted for want of room before it was named",
+    "CORRUPT": "state that it stands on did not come back from the disk as it was",
+    "NOT_STORED": "state that it stands on was not kept, or the disk did not take it after all",
     "SKIPPED_TOO_LARGE": "one record of it is larger than either budget",
 }
 
 
 _HINTS = {
-    "NOT_STORED": "give the server more --memory-bytes, or try again when fewer calls run",
+    "EVICTED": "give the server more --memory-bytes, or try again when fewer calls run",
     "SKIPPED_TOO_LARGE": "give the server more --memory-bytes or --disk-bytes: no time helps",
 }
 

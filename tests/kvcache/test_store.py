@@ -14,7 +14,7 @@ from storage_doubles import FaultyStorage, GatedStorage, payload, record
 from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.errors import CorruptRecord, MissingRecord, StoreClosed, UnreadableRecord
 from kvcache.format import RECORD_OVERHEAD
-from kvcache.records import FetchResult, PutResult, RecordId, RecordKind, Tier
+from kvcache.records import FetchResult, Loss, PutResult, RecordId, RecordKind, Tier
 from kvcache.storage import MemoryStorage, Storage
 from kvcache.store import StoreConfig, TieredStore
 
@@ -111,8 +111,8 @@ def test_full_records_that_cannot_spill_are_evicted_rather_than_exceed_memory() 
     assert store.stats().memory_bytes == 10 * SIZE
     assert store.stats().pending_bytes == 5 * SIZE
     assert tiers(store, range(17), FULL) == [Tier.PENDING] * 5 + [None] * 2 + [Tier.MEMORY] * 10
-    assert store.drain_evicted() == [record(5, FULL), record(6, FULL)]
-    assert store.drain_evicted() == []
+    assert store.drain_lost() == {record(5, FULL): Loss.EVICTED, record(6, FULL): Loss.EVICTED}
+    assert store.drain_lost() == {}
     store.close()
 
 
@@ -280,7 +280,7 @@ def test_the_disk_tier_evicts_the_least_recently_used_and_never_exceeds_its_budg
         put_all(store, range(name, name + 1))
         store.touch([record(0)])
         assert sum(storage.sizes().values()) == store.stats().file_bytes <= 10_000
-        lost += store.drain_evicted()
+        lost += store.drain_lost()
     assert lost == [record(name) for name in range(1, 1 + len(lost))]
     assert len(lost) > 100
     assert holds(store, 0)
@@ -532,7 +532,7 @@ def test_a_damaged_record_is_dropped_counted_and_logged_once(
     assert isinstance(result.error, CorruptRecord)
     assert (result.failed, result.payloads) == (record(1), [])
     assert store.locate(record(1)) is None
-    assert store.drain_evicted() == [record(1)]
+    assert store.drain_lost() == {record(1): Loss.CORRUPT}
     assert isinstance(store.fetch_now([record(1)]).error, MissingRecord)
     assert store.stats().corrupt == 1
     assert len(caplog.records) == 1
@@ -603,7 +603,7 @@ def test_a_failed_write_drops_its_record_and_the_next_one_is_written() -> None:
         put(store, name)
     store.run_pending()
     assert tiers(store, range(3)) == [Tier.DISK, None, Tier.DISK]
-    assert store.drain_evicted() == [record(1)]
+    assert store.drain_lost() == {record(1): Loss.NOT_WRITTEN}
     assert (holds(store, 0), holds(store, 2)) == (True, True)
     assert store.stats().write_errors == 1
     assert "write fails" in store.stats().last_error
@@ -656,7 +656,7 @@ def test_a_pinned_record_that_cannot_be_written_stays_readable_from_memory() -> 
         clock.now += 100
     assert store.locate(record(0)) is Tier.PENDING
     assert holds(store, 0)
-    assert store.drain_evicted() == []
+    assert list(store.drain_lost()) == []
     storage.broken = False
     store.run_pending()
     assert store.locate(record(0)) is Tier.DISK
@@ -684,7 +684,7 @@ def test_a_full_record_lost_while_spilling_is_reported() -> None:
     put_all(store, range(10), FULL)
     put_all(store, range(10, 11), FULL)
     assert store.locate(record(0, FULL)) is None
-    assert store.drain_evicted() == [record(0, FULL)]
+    assert list(store.drain_lost()) == [record(0, FULL)]
     assert store.stats().memory_bytes == 10 * SIZE
     store.close()
 
@@ -707,7 +707,7 @@ def test_deleted_records_are_gone_from_every_tier_and_not_reported() -> None:
     stats = store.stats()
     assert (stats.memory_bytes, stats.pending_bytes, stats.disk_bytes, stats.file_bytes) == (0, 0, 0, 0)
     assert stats.written.records == 5
-    assert store.drain_evicted() == []
+    assert list(store.drain_lost()) == []
     store.delete([record(0)])
     store.close()
 
@@ -763,7 +763,7 @@ def test_an_eviction_that_was_made_good_is_not_reported() -> None:
     put_all(store, range(11), FULL)
     assert store.locate(record(0, FULL)) is None
     put_all(store, range(1), FULL)
-    assert store.drain_evicted() == [record(1, FULL)]
+    assert list(store.drain_lost()) == [record(1, FULL)]
     store.close()
 
 
@@ -893,7 +893,7 @@ def test_closing_deletes_everything_and_answers_everybody(started: TieredStore, 
     started.delete([record(0)])
     started.trim(memory_bytes=0, disk_bytes=0)
     assert started.flush(0.0)
-    assert started.drain_evicted() == []
+    assert list(started.drain_lost()) == []
     assert started.stats().file_bytes == 0
 
 
@@ -970,7 +970,7 @@ def test_threads_that_put_read_pin_and_delete_at_once_never_see_wrong_bytes(
                 case 7 if rng.random() < 0.05:
                     started.trim(memory_bytes=100_000, disk_bytes=1_000_000)
                 case _:
-                    started.drain_evicted()
+                    started.drain_lost()
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for worker in workers:

@@ -119,7 +119,7 @@ class World:
 
     def check(self) -> None:
         store, twin = self.store, self.twin
-        lost = store.drain_evicted()
+        lost = store.drain_lost()
         for key in lost:
             assert key not in twin.pins, "a pinned record was evicted"
             del twin.held[key]  # a record is lost once, and only if it was held

@@ -93,7 +93,7 @@ def test_memory_that_may_not_spill_is_evicted_unless_a_handle_stands_on_it() -> 
     tiers = [store.locate(record(name, RecordKind.FULL)) for name in range(4)]
     assert tiers == [None, Tier.PENDING, Tier.MEMORY, Tier.MEMORY]
     assert store.stats().skipped == {PutResult.SKIPPED_WRITE_BUDGET: 1}
-    assert store.drain_evicted() == [record(0, RecordKind.FULL)]
+    assert list(store.drain_lost()) == [record(0, RecordKind.FULL)]
     store.close()
 
 

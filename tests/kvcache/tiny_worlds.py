@@ -14,7 +14,7 @@ from kvcache.blocks import BLOCK_TOKENS, token_bytes
 from kvcache.cache import CacheLimits, Keep, Lookup, PrefixCache
 from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
-from kvcache.records import FetchResult, RecordId, RecordKind
+from kvcache.records import FetchResult, Loss, RecordId, RecordKind
 from kvcache.schedule import plan_calls
 from kvcache.snapshots import Snapshot
 from kvcache.storage import MemoryStorage
@@ -173,7 +173,7 @@ class World:
             for kind in kinds:
                 entry = self.store._index.get(RecordId(node.key, kind))
                 assert entry is not None
-                self.store._index.lose(entry)
+                self.store._index.lose(entry, Loss.EVICTED)
 
     def starve(self) -> None:
         """Takes all room away: what no pin protects is gone."""

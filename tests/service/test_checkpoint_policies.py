@@ -11,7 +11,7 @@ from kvcache.cache import Keep
 from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
-from kvcache.records import RecordId, RecordKind, Tier
+from kvcache.records import Loss, RecordId, RecordKind, Tier
 from kvcache.tree import Node
 from service.engine.fake import FakeEngine
 from service.work import NodeAt
@@ -278,7 +278,7 @@ def test_a_saved_generation_short_of_memory_stands_on_disk_or_says_that_it_does_
     assert (event.node.end, event.final) == (540, True)
     assert (event.lost == "") is rig.cache.stands(event.node)
     if policy is OFF:
-        assert event.lost in ("", "NOT_STORED", "SKIPPED_MEMORY_FULL")
+        assert event.lost in ("", "EVICTED", "SKIPPED_MEMORY_FULL")
     else:
         assert event.lost == ""
     rig.settle()
@@ -291,10 +291,66 @@ def test_what_lacks_an_evicted_handle_is_told_as_evicted_though_boundaries_befor
     rig.run()
     end = heard.nodes[len(prompt)]
     assert states(rig, end) != list(range(1, 14))
-    end.lost = MissReason.EVICTED
-    rig.store.delete([RecordId(end.key, STATE)])
+    with rig.store._lock:
+        entry = rig.store._index.get(RecordId(end.key, STATE))
+        assert entry is not None
+        rig.store._index.lose(entry, Loss.EVICTED)
     assert rig.cache.why_recomputed(end, end.end) is MissReason.EVICTED
     again = rig.submit([*prompt, 7], base=end, generate=1)
     rig.run()
     assert again.usage.recomputed_tokens > 0 and again.usage.miss_reason is MissReason.EVICTED
+    rig.settle()
+
+
+@pytest.mark.parametrize(("why", "told"), [(Loss.EVICTED, "EVICTED"), (Loss.CORRUPT, "CORRUPT")])
+@pytest.mark.parametrize("early", [False, True])
+def test_an_end_that_does_not_stand_says_what_became_of_its_state(why: Loss, told: str, *, early: bool) -> None:
+    rig = rig_with(OFF)
+    heard = rig.submit(prompt_of(2_000), generate=5, save=True)
+    while not rig.loop._sequences or rig.loop._sequences[heard.row].position < 800:
+        assert rig.turn()
+    first = rig.loop._sequences[heard.row].recorder.last_block.path()[0]
+    with rig.store._lock:
+        entry = rig.store._index.get(RecordId(first.key, FULL))
+        assert entry is not None
+        rig.store._index.lose(entry, why)
+    if early:
+        rig.loop.stop(heard.row)
+    rig.run()
+    (event,) = [event for event in heard.events if isinstance(event, NodeAt)]
+    assert event.final and event.lost == told and not rig.cache.stands(event.node)
+    rig.settle()
+
+
+def test_an_end_that_was_evicted_before_it_got_its_name_is_seen_to_be_gone_and_its_receipt_says_why() -> None:
+    rig = rig_with(OFF, memory=6_000)
+    first = rig.submit(prompt_of(700), generate=3, save=True)
+    rig.run()
+    end = first.nodes[703]
+    assert rig.cache.why_not(end) is MissReason.NONE
+    rig.submit(prompt_of(700, "other"), keep=[700])
+    rig.run()
+    named = rig.cache.add_snapshot("a", end, Keep(), parent=None)
+    state = rig.cache.state_of(named)
+    assert state.restorable < 703 and rig.cache.why_not(end) is MissReason.EVICTED
+    again = rig.submit([*end.all_tokens(), 9], base=end, generate=2)
+    rig.run()
+    assert again.receipt == (state.restorable, 703 - state.restorable, 1)
+    assert again.usage.miss_reason is MissReason.EVICTED
+    rig.cache.delete(named)
+    rig.settle()
+
+
+def test_state_that_the_disk_did_not_take_after_all_was_not_evicted() -> None:
+    rig = rig_with(THROUGH)
+    heard = rig.submit(prompt_of(700), keep=[700])
+    rig.run()
+    end = heard.nodes[700]
+    with rig.store._lock:
+        entry = rig.store._index.get(RecordId(end.key, STATE))
+        assert entry is not None
+        rig.store._index.lose(entry, Loss.NOT_WRITTEN)
+    again = rig.submit([*end.all_tokens(), 9], base=end, generate=2)
+    rig.run()
+    assert again.usage.recomputed_tokens > 0 and again.usage.miss_reason is MissReason.NOT_WRITTEN
     rig.settle()

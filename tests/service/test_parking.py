@@ -274,8 +274,8 @@ def test_a_cancelled_work_that_is_to_be_saved_waits_for_its_state(rig: LoopRig) 
 
 
 def test_state_that_was_evicted_has_a_hint_of_its_own() -> None:
-    error = store_full("NOT_STORED")
-    assert error.metadata == {"cause": "NOT_STORED"}
+    error = store_full("EVICTED")
+    assert error.metadata == {"cause": "EVICTED"}
     assert "evicted" in error.text and "--memory-bytes" in error.hint
 
 
