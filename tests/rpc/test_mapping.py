@@ -553,19 +553,6 @@ def test_one_refusal_tells_of_everything_that_is_wrong():
     }
 
 
-def test_an_image_is_refused_by_its_path_and_its_own_reason():
-    parts = [{"text": "What is this?"}, {"image": {"data": "aGk="}}, {"image": {}}]
-    request = {"input": {"chat": {"messages": [{"role": "ROLE_USER", "parts": parts}]}}}
-    with pytest.raises(InvalidField) as caught:
-        generate(request)
-    assert caught.value.reason == "IMAGE_UNSUPPORTED"
-    assert [v.field for v in caught.value.fields] == [f"input.chat.messages[0].parts[{i}].image" for i in (1, 2)]
-    # Beside another mistake it is one of several wrong fields.
-    with pytest.raises(InvalidField) as caught:
-        generate({**request, "sampling": {"topP": 2}})
-    assert caught.value.reason == "INVALID_FIELD"
-
-
 @pytest.mark.parametrize(
     ("message", "constraint"),
     [

@@ -110,6 +110,8 @@ TABLE: list[tuple[CallError, grpc.StatusCode, set[str]]] = [
     (errors.WatchOverflow("behind"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
     (errors.WatchQuota("many"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure"}),
     (errors.ResumeTokenExpired("old"), grpc.StatusCode.OUT_OF_RANGE, set()),
+    (errors.ImageNotHeld("send it"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
+    (errors.ImageMemory("full"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure"}),
     (errors.SlowSender("slow"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
     (errors.Unauthenticated("who"), grpc.StatusCode.UNAUTHENTICATED, set()),
     (errors.AdminRequired("no"), grpc.StatusCode.PERMISSION_DENIED, set()),
