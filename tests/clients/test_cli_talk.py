@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.capture import CaptureIO
 from contract_peer import Peer, refuse
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2 as rpc
@@ -50,6 +51,13 @@ def kvfork(peer: Peer) -> Kvfork:
 
 def lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
+
+
+def until_said(text: str) -> None:
+    """Waits until a command has printed `text`; for tests that capture with capsys."""
+    assert isinstance(sys.stdout, CaptureIO)
+    while text not in sys.stdout.getvalue():
+        time.sleep(0.01)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
@@ -183,9 +191,7 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     peer.hold = threading.Event()
 
     def press() -> None:
-        while not peer.stops:
-            time.sleep(0.01)
-        time.sleep(0.3)  # the answer's first text must have come
+        until_said("f")
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -200,16 +206,14 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork) -> None:
+def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
     peer.hold = threading.Event()
     peer.scripts["StopGeneration"] = lambda request, context: inf.StopGenerationResponse(
         was_running=True
     )  # and goes on
 
     def press() -> None:
-        while not peer.stops:
-            time.sleep(0.01)
-        time.sleep(0.3)  # the answer's first text must have come
+        until_said("f")
         os.kill(os.getpid(), signal.SIGINT)
         while not peer.requests("StopGeneration"):
             time.sleep(0.01)
