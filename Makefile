@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
+# Test files run side by side in so many processes, one thread each; a file's tests stay together.
+WORKERS ?= 2
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
@@ -35,10 +37,10 @@ chat: setup ## Talk to a running server
 	$(BIN)/kvfork chat $(ARGS)
 
 test: setup ## Run the test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not full" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not full" $(ARGS)
 
 test-slow: setup ## Run the longer tests too: soak, memory, every client
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
 soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant checked when idle; prints JSON
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) $(ARGS)

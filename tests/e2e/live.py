@@ -27,7 +27,7 @@ from kvfork_client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
-KERNELS = Path(tempfile.gettempdir()) / "kvfork-e2e-kernels"
+KERNELS = Path(tempfile.gettempdir()) / "mlx"  # where those of this process are too
 
 PATIENCE = 60.0  # seconds before a test gives up on something that should come; never how long it should take
 
@@ -53,6 +53,7 @@ class LiveServer:
         self.store = Path(self._home.name) / "store"
         self.log = Path(self._home.name) / "stderr"
         self._report = Path(self._home.name) / "report"
+        self.release = Path(self._home.name) / "release"
         self.temp.mkdir()
         # Compiled kernels are the same for every server of a model and take seconds to make; they hold nothing else.
         KERNELS.mkdir(exist_ok=True)
@@ -74,8 +75,9 @@ class LiveServer:
                 env={
                     **clean,
                     "TMPDIR": str(self.temp),
-                    "OMP_NUM_THREADS": "2",
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
                     "TESTS_REPORT": str(self._report),
+                    "TESTS_RELEASE": str(self.release),
                     **(env or {}),
                 },
             )
