@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.media import IMAGE, MediaKey
-from service.engine.calls import Fed, Features
+from service.engine.calls import Features, Fed
 from service.engine.heads import shortened
 from service.engine.policies import is_window
 from service.engine.vision import upstream
