@@ -151,9 +151,9 @@ class Sequence:
         self._take_over(lookup, read)
         # The prompt is cut where it was cut before; for what was generated any cut is as good as another.
         cuts = {*self.work.keep, self.prompt_tokens, *lookup.replay}
-        return (
-            plan_calls(lookup.position, self.position, (), cuts, self._whole) if lookup.position < self.position else []
-        )
+        if lookup.position == self.position:
+            return []
+        return plan_calls(lookup.position, self.position, (), cuts, self._whole)
 
     def _take_over(self, lookup: Lookup, read: FetchResult | None) -> None:
         """What was read goes to the engine with the row's next order."""
