@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcache.blocks import BLOCK_TOKENS
-from kvcache.media import MediaSpan, cut_inside
+from kvcache.layout import CacheLayout
+from kvcache.media import MediaSpan, cut_inside, spans_of
 
 NONCE_BYTES = 16
 
@@ -54,6 +55,11 @@ def plan_calls(
     fixed |= {moved(p) for p in range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS)}
     assert max(fixed) == end, "the last image is not whole"
     return [Call(left, right, stop=right in wanted) for left, right in itertools.pairwise(sorted(fixed))]
+
+
+def whole_spans(tokens: Sequence[int], layout: CacheLayout) -> list[MediaSpan]:
+    """The images in `tokens` that no cut may split."""
+    return spans_of(tokens) if layout.whole_images else []
 
 
 def beyond(whole: Sequence[MediaSpan], position: int) -> int:

@@ -60,11 +60,16 @@ class ImageRefused(ValueError):
 
 
 class Preparer(Protocol):
-    """A model's image processor. An image takes the place of one `marker_id` that a chat template wrote."""
+    """A model's image processor. An image takes the place of one `marker_id` in a tokenized prompt.
+
+    `written` is what stands in a prompt's text in place of the marker that a chat template wrote, before the text is
+    tokenized: the marker with what the model's own processor writes around it.
+    """
 
     placeholder_id: int  # what callers see at image positions
     marker_id: int  # what a chat template puts where an image goes; the whole span stands in its place
     marker: str  # the same as text
+    written: str
     whole_images: bool  # the model must see an image's run in one call: attention inside it goes both ways
     opening: tuple[int, ...]  # token ids before an image that no template placed
     closing: tuple[int, ...]  # and behind it

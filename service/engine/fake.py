@@ -73,7 +73,7 @@ class FakeEngine:
                 self._guard(row, result, lambda row=row: self._decode(row, plan.decode.captures.get(row), result))
         for row in {*plan.close, *result.failed}:
             self._rows.pop(row, None)
-        for done in (result.picked, result.captured):
+        for done in (result.picked, result.captured, result.passed):
             for row in result.failed:
                 done.pop(row, None)
         return result
@@ -110,7 +110,16 @@ class FakeEngine:
 
     def _prefill(self, call: Prefill, result: StepResult) -> None:
         row = self._rows[call.row]
-        self._feed(row, call.tokens)
+        left = list(call.tokens)
+        passed: list[Payloads] = []
+        for what in call.passed:
+            count = what.end - len(row.tokens)
+            self._feed(row, left[:count])
+            left = left[count:]
+            passed.append(self._captured(row, what))
+        if passed:
+            result.passed[call.row] = tuple(passed)
+        self._feed(row, left)
         result.prefill_tokens += len(call.tokens)
         row.logits = row.state if call.logits else None
         if call.capture is not None:
