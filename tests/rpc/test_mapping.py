@@ -90,9 +90,7 @@ def rollback(request: dict[str, Any]) -> RollbackCall:
 
 
 def count(request: dict[str, Any]) -> CountTokensCall:
-    return mapping_in.read_count_tokens(
-        json_format.ParseDict(request, inference_pb.CountTokensRequest()), LIMITS
-    )
+    return mapping_in.read_count_tokens(json_format.ParseDict(request, inference_pb.CountTokensRequest()), LIMITS)
 
 
 def stop(request: dict[str, Any]) -> str:
