@@ -1,7 +1,7 @@
 """The nouns of the record store. Owns how a record is named and what an answer about it looks like; no behaviour.
 
-A record is one layer kind of one block or boundary: opaque bytes under a 32-byte key. Equal names mean equal content,
-so a record is never overwritten.
+A record is one layer kind of one block or boundary, or an image's features: opaque bytes under a 32-byte key. Equal
+names mean equal content, so a record is never overwritten.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class RecordKind(enum.IntEnum):
     WINDOW = 2  # the last tokens of the sliding-window layers at one boundary
     STATE = 3  # recurrent state at one boundary
     LOGITS = 4  # next-token logits after a prefix
+    FEATURES = 5  # what the vision tower made of one image; its key is no node's
 
     __hash__ = int.__hash__  # the enum's own is Python code
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
-RESIDENT = (RecordKind.FULL, RecordKind.LOGITS)
+RESIDENT = (RecordKind.FULL, RecordKind.LOGITS, RecordKind.FEATURES)
 """Kinds that stay in memory: using a snapshot of a full-attention model then costs no load at all."""
 CLOSING_SECONDS = 10.0
 

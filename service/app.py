@@ -75,6 +75,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             context_tokens=facts.context_tokens,
             vocab_size=facts.vocab_size,
             eos_token_ids=tuple(sorted(codec.eos_ids)),
+            vision=facts.preparer is not None,
             trimmable=facts.layout.trimmable,
             bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
@@ -100,6 +101,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             channels=channels,
             grammars=Grammars(codec, channels),
             again=again,
+            preparer=facts.preparer,
             uploads=uploads,
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvcache.cache import PrefixCache
 from kvcache.checkpoints import Take
+from kvcache.media import cut_inside, spans_of
 from kvcache.tree import Node
 from service.failures import why_lost
 from service.parking import Parking, Place, Settled
@@ -89,11 +90,23 @@ class Keeping:
         last = seq.recorder.last_block
         if last.parent is None:
             return
-        node, lost = self._cache.hold_base(last, last.end), ""
+        node, lost = self._base_outside_images(last), ""
         if node.parent is None:
             self._cache.let_go(node)
             node, lost = self._cache.hold(last), why_lost(self._cache.why_not(last), seq.lost)
         seq.emit(NodeAt(node, lost, final=True))
+
+    def _base_outside_images(self, last: Node) -> Node:
+        """The deepest place that stands and cuts no image; the root if there is none. Held."""
+        spans = spans_of(last.all_tokens())
+        position = last.end
+        while True:
+            node = self._cache.hold_base(last, position)
+            inside = cut_inside(spans, node.end)
+            if inside is None:
+                return node
+            self._cache.let_go(node)
+            position = inside.start
 
     def _ask_when_written(self) -> None:
         if self._parking and not self._waits_for_writer:

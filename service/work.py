@@ -34,15 +34,15 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkImage:
-    """An image in a work's tokens, from `start` on. `layout` has no inputs: `load` gives them.
+    """An image in a work's tokens, from `start` on. `layout` has no inputs.
 
-    `load` takes as long as decoding a file; it is called on a thread of its own, and raises for a file that cannot be
-    decoded any more.
+    `load` makes them and tells them, or why it cannot, to whom it is given: at once or later, on any thread. It never
+    waits.
     """
 
     start: int
     layout: Prepared
-    load: Callable[[], Prepared]
+    load: Callable[[Callable[[Prepared | Exception], None]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

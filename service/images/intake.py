@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from kvcache.media import MIN_POSITIONS, MediaTag, spans_of
@@ -50,6 +51,20 @@ class Intake:
 
     async def on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def load(self, upload: Upload, preparer: Preparer, done: Callable[[Prepared | Exception], None]) -> None:
+        """`prepared` on a thread; see `WorkImage.load`."""
+
+        def work() -> None:
+            try:
+                done(self.prepared(upload, preparer))
+            except Exception as error:  # whatever it is, a row waits for an answer
+                done(error)
+
+        try:
+            self._threads.submit(work)
+        except RuntimeError as error:  # the service is closing
+            done(error)
 
     def prepared(self, upload: Upload, preparer: Preparer) -> Prepared:
         """With inputs, made again from the file if need be; on a thread of whoever asks. Raises ImageRefused."""
@@ -184,7 +199,7 @@ class CallImages:
 
     def _work_image(self, start: int, upload: Upload, preparer: Preparer) -> WorkImage:
         assert upload.layout is not None
-        return WorkImage(start=start, layout=upload.layout, load=lambda: self.intake.prepared(upload, preparer))
+        return WorkImage(start=start, layout=upload.layout, load=partial(self.intake.load, upload, preparer))
 
 
 class _PixelGate:
