@@ -621,7 +621,6 @@ class EngineLoop:
                 end=end,
                 final=final,
                 payloads={kind: data for kind, data in payloads.items() if kind not in passing},
-                passing=passing,
                 in_memory=in_memory,
                 until=self._clock() + self._snapshot_wait,
             )
