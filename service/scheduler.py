@@ -177,10 +177,6 @@ class Scheduler:
         entry = self._entries.get(row)
         return entry.state if entry else State.DONE
 
-    def rows(self) -> Sequence[RowId]:
-        """Every row that is not DONE."""
-        return tuple(self._entries)
-
     @property
     def max_rows(self) -> int:
         """How many may decode at once."""

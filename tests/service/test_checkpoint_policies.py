@@ -110,7 +110,7 @@ def test_while_a_generation_runs_only_the_newest_state_is_held_and_not_on_disk(p
 def test_a_prefill_that_is_stopped_hands_out_its_last_block(policy: CheckpointPolicy) -> None:
     rig = rig_with(policy)
     heard = rig.submit(prompt_of(2_000), generate=5, save=True)
-    while not rig.loop._sequences or rig.loop._sequences[heard.row].position < 800:
+    while heard.row not in rig.steps.rows or rig.steps.rows[heard.row].position < 800:
         assert rig.turn()
     rig.loop.stop(heard.row)
     rig.run()
@@ -305,9 +305,9 @@ def test_what_lacks_an_evicted_handle_is_told_as_evicted_though_boundaries_befor
 def test_an_end_that_does_not_stand_says_what_became_of_its_state(why: Loss, told: str, *, early: bool) -> None:
     rig = rig_with(OFF)
     heard = rig.submit(prompt_of(2_000), generate=5, save=True)
-    while not rig.loop._sequences or rig.loop._sequences[heard.row].position < 800:
+    while heard.row not in rig.steps.rows or rig.steps.rows[heard.row].position < 800:
         assert rig.turn()
-    first = rig.loop._sequences[heard.row].recorder.last_block.path()[0]
+    first = rig.steps.rows[heard.row].recorder.last_block.path()[0]
     with rig.store._lock:
         entry = rig.store._index.get(RecordId(first.key, FULL))
         assert entry is not None
