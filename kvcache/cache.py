@@ -254,17 +254,15 @@ class PrefixCache(NamedSnapshots):
             return self._places.hold_base(node, position)
 
     def checkpoints_before(self, node: Node, position: int) -> int:
-        """The deepest stored position at or before `position` on `node`'s path, kept tails included; 0 if none."""
+        """The deepest stored position at or before `position` on `node`'s path, kept tails included; 0 if none.
+
+        What lies between it and `position` is what a branch there costs: tokens computed again.
+        """
         with self._lock:
             return self._places.checkpoints_before(node, position)
 
-    def recompute_tokens(self, node: Node, position: int) -> int:
-        """What a branch at `position` of `node`'s prefix would cost now: tokens computed again to stand there."""
-        with self._lock:
-            return self._places.recompute_tokens(node, position)
-
     def why_recomputed(self, node: Node, position: int) -> MissReason:
-        """Why `recompute_tokens` is more than the grid's share; NONE if it is not."""
+        """Why a branch at `position` costs more than the grid's share; NONE if it does not."""
         with self._lock:
             self._stock.forget_lost()
             return self._places.why_recomputed(node, position)

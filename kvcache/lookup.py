@@ -37,11 +37,6 @@ class Lookup:
         """Tokens whose state can be restored."""
         return self.plan.position if self.plan else 0
 
-    @property
-    def diverged_at(self) -> int | None:
-        """First position outside every known chain; None if the prompt never left them."""
-        return self.known if self.known < self.tokens else None
-
     def without_state(self) -> Lookup:
         """The same, as if nothing could be read."""
         return replace(self, plan=None, kept=(), miss_reason=MissReason.CORRUPT)

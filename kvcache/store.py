@@ -1,8 +1,9 @@
 """The record store: memory and disk tiers under byte budgets, behind one I/O thread. Takes and returns bytes.
 
-Owns what callers see, and placement: what stays in memory, what is queued for the disk, what is refused. The disk side
-is `kvcache.disk_tier`. It knows nothing of layers or snapshots: where records stand on their chain, and when they are
-used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follows from that (`kvcache.eviction`).
+Owns what callers see, and the lock. What stays in memory, what is queued for the disk and what is refused is decided by
+`kvcache.placement`; the disk side is `kvcache.disk_tier`. It knows nothing of layers or snapshots: where records stand
+on their chain, and when they are used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follows
+from that (`kvcache.eviction`).
 
 Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
 belong to the I/O thread alone; other threads leave freed extents in the index for it.
@@ -18,21 +19,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
+<<<<<<< HEAD
 from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
+=======
+>>>>>>> cache
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.errors import StoreClosed, StoreError
 from kvcache.eviction import Place
 from kvcache.format import RECORD_OVERHEAD
-from kvcache.index import Entry, RecordIndex
-from kvcache.records import Buffer, FetchResult, Loss, Note, NoteId, PutResult, RecordId, RecordKind, Tier
+from kvcache.index import RecordIndex
+from kvcache.placement import Placement
+from kvcache.records import Buffer, FetchResult, Loss, Note, NoteId, PutResult, RecordId, Tier
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import SegmentLog
 from kvcache.stats import StoreStats, Usage
 from kvcache.storage import FileStorage, Storage
+from kvcache.store_config import StoreConfig
 from kvcache.store_dir import Identity
 from kvcache.write_budget import WriteBudget
 from kvcache.writer import CircuitBreaker, IoThread
@@ -41,6 +45,7 @@ __all__ = ["FetchResult", "PutResult", "StoreConfig", "StoreStats", "TieredStore
 
 log = logging.getLogger(__name__)
 
+<<<<<<< HEAD
 MIB = 1 << 20
 
 RESIDENT = (RecordKind.FULL, RecordKind.LOGITS, RecordKind.FEATURES)
@@ -75,6 +80,11 @@ class StoreConfig:
             raise ValueError("segment_bytes must be positive")
 
 
+=======
+CLOSING_SECONDS = 10.0
+
+
+>>>>>>> cache
 class TieredStore:
     """Thread-safe. `put`, `locate`, `size`, `touch`, `pin` and `delete` never wait for I/O.
 
@@ -98,7 +108,6 @@ class TieredStore:
         `clock` is monotonic and times pauses; `wall_clock` tells the day for the write budget.
         """
         self.durable = identity is not None
-        self._config = config
         self._clock = clock
         self._wall_clock = wall_clock
         self._budget = WriteBudget(config.daily_write_bytes)
@@ -113,12 +122,18 @@ class TieredStore:
         )
         self._io = IoThread("kvcache-io", clock)
         self._ledger = Ledger(RecordIndex(clock))
-        self._lent = 0
-        self._large: Entry | None = None  # the last record larger than `queue_bytes` that went to the queue
         self._lock = self._ledger.lock
         self._index = self._ledger.index
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
         self._disk = DiskTier(self._ledger, self._segments, self._io, self._breaker, clock)
+        self._placement = Placement(
+            config,
+            self._ledger,
+            self._disk,
+            max_payload_bytes=self._segments.max_payload_bytes,
+            affords=lambda size: self._budget.allows(size, self._wall_clock()),
+            enqueue=lambda entry: self._io.submit(partial(self._disk.write, entry)),
+        )
         if self.durable:
             self._recover()
 
@@ -172,7 +187,9 @@ class TieredStore:
         """
         data = _as_bytes(payload)
         with self._lock:
-            result = self._admit(record, data, explicit=explicit, key_id=key_id, in_memory=in_memory, patient=patient)
+            result = self._placement.admit(
+                record, data, explicit=explicit, key_id=key_id, in_memory=in_memory, patient=patient
+            )
             if not result.held and not (patient and result.may_pass):
                 self._ledger.tally.skipped[result] += 1
         return result
@@ -199,7 +216,7 @@ class TieredStore:
             for record in wanted:
                 entry = self._index.claim(record)
                 if entry is not None:
-                    self._make_explicit(entry)
+                    self._placement.make_explicit(entry)
 
     def disclaim(self, records: Iterable[RecordId]) -> None:
         """Take one `claim` of each back. With the last, a record is worth no more to the policy than any other."""
@@ -360,7 +377,7 @@ class TieredStore:
     @property
     def queue_bytes(self) -> int:
         """Bound on pending payloads that somebody asked for."""
-        return self._queue_limit(explicit=True)
+        return self._placement.queue_limit(explicit=True)
 
     # Maintenance
 
@@ -372,7 +389,7 @@ class TieredStore:
         """
         if memory_bytes is not None:
             with self._lock:
-                self._shrink_memory(memory_bytes)
+                self._placement.shrink_memory(memory_bytes)
         if disk_bytes is not None:
             self._io.call(partial(self._disk.trim, disk_bytes))
 
@@ -384,12 +401,7 @@ class TieredStore:
         the cause nothing is touched. While bytes are missing, nobody may use the loan.
         """
         with self._lock:
-            pinned = self._index.pinned_bytes_in_memory() if size > self._lent else 0
-            self._lent = size
-            room = max(0, self._config.memory_bytes - size)
-            if pinned <= room:
-                self._shrink_memory(room, loan=True)
-            return max(0, self._index.bytes_in(Tier.MEMORY) + self._overdue_bytes + size - self._config.memory_bytes)
+            return self._placement.lend(size)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is PENDING; False if that takes longer than `timeout` seconds."""
@@ -478,6 +490,7 @@ class TieredStore:
             payloads = [payload for _, _, payload, _ in found if payload is not None]
             return self._ledger.served(found, payloads) if len(payloads) == len(found) else None
 
+<<<<<<< HEAD
     # Placement. REQUIRES: lock is held
 
     @property
@@ -587,6 +600,8 @@ class TieredStore:
             self._large = entry
         self._io.submit(partial(self._disk.write, entry))
 
+=======
+>>>>>>> cache
 
 def _as_bytes(payload: Buffer) -> Buffer:
     """The same memory as read-only bytes, so that `len` counts bytes."""

@@ -60,7 +60,6 @@ class Keeping:
                 end=end,
                 final=final,
                 payloads={kind: data for kind, data in payloads.items() if kind not in take.passing},
-                passing=take.passing,
                 in_memory=take.in_memory,
                 until=self._clock() + self._patience,
             )

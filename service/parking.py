@@ -32,7 +32,6 @@ class Place:
     end: int
     final: bool
     payloads: Payloads
-    passing: tuple[RecordKind, ...]
     in_memory: tuple[RecordKind, ...] = ()
     until: float  # give up then, in the loop's seconds
     offered: bool = False  # for the last time: it only waits for its turn
@@ -125,7 +124,6 @@ class Parking:
             place.node,
             place.payloads,
             explicit=True,
-            passing=place.passing,
             in_memory=place.in_memory,
             patient=not last,
         )

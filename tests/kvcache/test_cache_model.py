@@ -10,14 +10,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from durable_worlds import CrashStorage, DurableWorld, ring_at
 from test_restore import reference
 from tiny_worlds import LAYOUTS, World, payload_of
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import CacheLimits, Keep, Lookup
 from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
+from kvcache.errors import StoreError
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind, Tier
 from kvcache.restore import needed
@@ -45,22 +49,27 @@ class Name:
     uses: int = 0
 
 
+def world_of(layout: str, *, share_decoded: bool, checkpoints: Checkpoints = DEFAULT_CHECKPOINTS) -> World:
+    return World(
+        LAYOUTS[layout],
+        memory=MEMORY,
+        disk=DISK,
+        queue=QUEUE,
+        limits=LIMITS,
+        share_decoded=share_decoded,
+        checkpoints=checkpoints,
+    )
+
+
 class Play:
     """One world, its twin, and what happens next."""
 
-    def __init__(
-        self, seed: int, layout: str, *, share_decoded: bool, checkpoints: Checkpoints = DEFAULT_CHECKPOINTS
-    ) -> None:
+    operations: ClassVar[dict[str, int]] = OPERATIONS
+    disk = DISK
+
+    def __init__(self, seed: int, layout: str, world: World) -> None:
         self.rng = random.Random(f"{seed} {layout}")
-        self.world = World(
-            LAYOUTS[layout],
-            memory=MEMORY,
-            disk=DISK,
-            queue=QUEUE,
-            limits=LIMITS,
-            share_decoded=share_decoded,
-            checkpoints=checkpoints,
-        )
+        self.world = world
         self.cache, self.store = self.world.cache, self.world.store
         self.mine: Counter[Node] = Counter()
         self.followed: list[Node] = []
@@ -71,13 +80,17 @@ class Play:
     # -- operations
 
     def step(self) -> None:
-        name = self.rng.choices(list(OPERATIONS), list(OPERATIONS.values()))[0]
+        name = self.rng.choices(list(self.operations), list(self.operations.values()))[0]
         if sum(self.mine.values()) > 30:
             name = "let go"
         protected = self.protected()
         held_before = {record for record in protected if self.store.locate(record)}
         useful = self.useful()
         getattr(self, "do_" + name.replace(" ", "_"))()
+        if name == "restart":  # memory is gone, and with it what stood on it
+            self.check_names()
+            self.check()
+            return
         kept = held_before & self.protected()
         gone = [record for record in kept if not self.store.locate(record)]
         assert not gone, f"{name}: protected records are gone: {gone}"
@@ -267,7 +280,7 @@ class Play:
         self.world.now += self.rng.choice([1.0, 60.0, 400.0])
 
     def do_evict(self) -> None:
-        self.store.trim(memory_bytes=self.rng.randrange(MEMORY), disk_bytes=self.rng.randrange(DISK))
+        self.store.trim(memory_bytes=self.rng.randrange(MEMORY), disk_bytes=self.rng.randrange(self.disk))
         self.done["evicted"] += 1
 
     def do_write(self) -> None:
@@ -374,8 +387,10 @@ class Play:
         stats = self.store.stats()
         assert stats.memory_bytes <= MEMORY
         assert stats.pending_bytes <= 2 * QUEUE
-        assert stats.file_bytes <= DISK
-        assert stats.pinned == len(self.pinned())
+        assert stats.file_bytes <= self.disk
+        assert self.pinned() <= self.store._index._pins.keys()
+        # An order that a durable store has not carried out yet pins what it is to write.
+        assert stats.pinned == len(self.pinned()) or (self.store.durable and self.store._io._background)
         assert stats.failed_jobs == 0
         claims: Counter[RecordId] = Counter()
         for name in self.names.values():
@@ -433,10 +448,93 @@ class Play:
         assert all(self.cache.root(owner).holds == 0 for owner in OWNERS)
 
 
+class DurablePlay(Play):
+    """The same over a durable store, which is opened anew now and then."""
+
+    operations: ClassVar[dict[str, int]] = {**OPERATIONS, "persist": 8, "restart": 1}
+    disk = 40_000  # the notes of nodes take a kilobyte each
+
+    def __init__(self, seed: int, layout: str, folder: Path) -> None:
+        self.storage = CrashStorage()
+        self.ring = ring_at(folder)
+        self.layout = layout
+        self.opening = 0
+        super().__init__(seed, layout, self.opened(1000.0))
+
+    def opened(self, now: float) -> DurableWorld:
+        self.opening += 1
+        return DurableWorld(
+            LAYOUTS[self.layout],
+            self.storage,
+            self.ring,
+            opening=self.opening,
+            disk=self.disk,
+            memory=MEMORY,
+            queue=QUEUE,
+            limits=LIMITS,
+            now=now,
+        )
+
+    def do_persist(self) -> None:
+        name = self.any_name()
+        if name is None:
+            return
+        answers: list[StoreError | None] = []
+        stood = self.cache.stands(name.snapshot.node)
+        self.cache.make_durable(name.snapshot, answers.append)
+        self.store.run_pending()
+        if answers == [None]:
+            assert name.snapshot.durable
+            self.done["made durable"] += stood
+        else:
+            assert len(answers) == 1 and not (stood and self.store.stats().write_errors == 0)
+            self.names.pop((name.snapshot.owner, name.snapshot.id))
+            self.cache.delete(name.snapshot, in_use_ok=True)  # as whoever asked for it does
+
+    def do_restart(self) -> None:
+        """The process ends, in good order or not, with all that was asked for on disk; another takes its place."""
+        self.cache.sweep()
+        self.store.run_pending()
+        now = self.world.now + self.rng.choice([0.0, 30.0])
+        orderly = self.rng.random() < 0.5
+        if orderly:
+            self.cache.close()
+        self.done["restarted" if orderly else "killed"] += 1
+        before, self.names = self.names, {}
+        self.lookups, self.mine, self.followed = [], Counter(), []
+        self.world = self.opened(now)
+        self.cache, self.store = self.world.cache, self.world.store
+        found = {(s.owner, s.id): s for s in self.cache.all_snapshots()}
+        for key, was in before.items():
+            there = found.pop(key, None)
+            if not was.snapshot.durable:
+                assert there is None, "what was not durable ends with the process"
+                self.done["ended with it"] += 1
+                continue
+            told_late = 0.0 if orderly else 60.0  # a use that only pushes the expiry out is written once a minute
+            if there is None:
+                assert not was.snapshot.pinned and was.snapshot.expires - told_late <= now
+                self.done["expired"] += 1
+                continue
+            assert (list(there.node.all_tokens()), there.labels) == (was.tokens, was.snapshot.labels)
+            assert was.snapshot.expires - told_late <= there.expires <= was.snapshot.expires
+            assert (there.pinned, there.lineage) == (was.snapshot.pinned, was.snapshot.lineage)
+            self.names[key] = Name(there, was.tokens)
+            self.done["came back"] += 1
+            self.done["came back pinned"] += there.pinned
+            self.done["came back whole"] += self.cache.stands(there.node)
+        assert not found, "names that nobody made"
+
+
 def play(
     seed: int, layout: str, operations: int, *, share_decoded: bool, checkpoints: Checkpoints = DEFAULT_CHECKPOINTS
 ) -> Counter[str]:
-    game = Play(seed, layout, share_decoded=share_decoded, checkpoints=checkpoints)
+    return play_on(
+        Play(seed, layout, world_of(layout, share_decoded=share_decoded, checkpoints=checkpoints)), operations
+    )
+
+
+def play_on(game: Play, operations: int) -> Counter[str]:
     for number in range(operations):
         game.step()
         if number % 50 == 0:
@@ -461,6 +559,21 @@ def test_the_cache_agrees_with_its_twin_while_chains_are_thinned_to_what_handles
     done = play(3, layout, 1_500, share_decoded=True, checkpoints=Checkpoints(policy=CheckpointPolicy.MARKS))
     assert min(done[what] for what in ("restored", "recomputed behind", "named", "deleted", "rehomed")) > 3
     assert done["names checked"] > 50
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cache_agrees_with_its_twin_over_restarts_of_a_durable_store(layout: str, tmp_path: Path) -> None:
+    done = play_on(DurablePlay(1, layout, tmp_path), 1_500)
+    assert min(done[what] for what in ("restarted", "killed", "made durable", "came back", "ended with it")) > 2
+    assert min(done[what] for what in ("came back pinned", "came back whole", "deleted", "evicted")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cache_agrees_with_its_twin_over_many_restarts(layout: str, seed: int, tmp_path: Path) -> None:
+    assert play_on(DurablePlay(seed, layout, tmp_path), 4_000)["came back"] > 20
 
 
 @pytest.mark.slow
