@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcache.checkpoints import CheckpointPolicy
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import Entry
 from kvcache.records import Buffer, PutResult, RecordId, RecordKind, Tier
 from kvcache.store_config import StoreConfig
 
-RESIDENT = (RecordKind.FULL, RecordKind.LOGITS)
+RESIDENT = (RecordKind.FULL, RecordKind.LOGITS, RecordKind.FEATURES)
 """Kinds that stay in memory: using a snapshot of a full-attention model then costs no load at all."""
 
 
@@ -45,6 +45,11 @@ class Placement:
         self._to_disk = enqueue
         self.lent = 0
         self._large: Entry | None = None  # the last record larger than `queue_bytes` that went to the queue
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """What is kept on the way, as configured."""
+        return self._config.checkpoints
 
     @property
     def _memory_bytes(self) -> int:
@@ -137,7 +142,7 @@ class Placement:
         return loan or self._queue_takes(entry.size, explicit=entry.explicit)
 
     def _may_write(self, *, explicit: bool) -> bool:
-        policy = self._config.policy
+        policy = self._config.checkpoints.policy
         return policy is CheckpointPolicy.THROUGH or (policy is CheckpointPolicy.MARKS and explicit)
 
     def _affords(self, size: int, *, explicit: bool) -> bool:

@@ -21,10 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-<<<<<<< HEAD
-from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
-=======
->>>>>>> cache
+from kvcache.checkpoints import Checkpoints
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.errors import StoreClosed, StoreError
 from kvcache.eviction import Place
@@ -45,46 +42,9 @@ __all__ = ["FetchResult", "PutResult", "StoreConfig", "StoreStats", "TieredStore
 
 log = logging.getLogger(__name__)
 
-<<<<<<< HEAD
-MIB = 1 << 20
-
-RESIDENT = (RecordKind.FULL, RecordKind.LOGITS, RecordKind.FEATURES)
-"""Kinds that stay in memory: using a snapshot of a full-attention model then costs no load at all."""
 CLOSING_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig:
-    """What the store may use. Sizes in bytes, times in seconds."""
-
-    directory: Path | None = None  # whose file system to use; None: the system's temporary directory
-    memory_bytes: int  # budget of the memory tier
-    disk_bytes: int  # budget of all segment files together, headers and dead records included
-    queue_bytes: int  # bound on PENDING payloads for implicit records; explicit ones may use twice as much. One record
-    # of any size may wait besides explicit ones of `queue_bytes`, or alone
-    segment_bytes: int = 64 * MIB
-    min_free_bytes: int = 1024 * MIB  # writing never takes the file system's free space below this
-    encrypt: bool = True
-    checkpoints: Checkpoints = DEFAULT_CHECKPOINTS  # THROUGH: all may be written; MARKS: explicit records; OFF: none
-    daily_write_bytes: int | None = None  # implicit records are not written beyond it; None: no limit
-    retry_pause_s: float = 1.0  # first pause after writes failed; doubles
-    longest_pause_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "disk_bytes", "queue_bytes", "min_free_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative")
-        if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
-            raise ValueError("daily_write_bytes must not be negative")
-        if self.segment_bytes <= 0:
-            raise ValueError("segment_bytes must be positive")
-
-
-=======
-CLOSING_SECONDS = 10.0
-
-
->>>>>>> cache
 class TieredStore:
     """Thread-safe. `put`, `locate`, `size`, `touch`, `pin` and `delete` never wait for I/O.
 
@@ -372,7 +332,7 @@ class TieredStore:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return self._config.checkpoints
+        return self._placement.checkpoints
 
     @property
     def queue_bytes(self) -> int:
@@ -490,118 +450,6 @@ class TieredStore:
             payloads = [payload for _, _, payload, _ in found if payload is not None]
             return self._ledger.served(found, payloads) if len(payloads) == len(found) else None
 
-<<<<<<< HEAD
-    # Placement. REQUIRES: lock is held
-
-    @property
-    def _memory_bytes(self) -> int:
-        return max(0, self._config.memory_bytes - self._lent - self._overdue_bytes)
-
-    @property
-    def _overdue_bytes(self) -> int:
-        """What loans have put into the queue beyond its limit: still in memory, and counted there."""
-        limit = self._queue_limit(explicit=True)
-        if self._large is not None and self._large.waits:
-            limit = max(limit, self._config.queue_bytes + self._large.size)
-        return max(0, self._index.bytes_in(Tier.PENDING) - limit)
-
-    def _admit(
-        self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int, in_memory: bool, patient: bool
-    ) -> PutResult:
-        if self._ledger.closed:
-            return PutResult.SKIPPED_CLOSED
-        entry = self._index.get(record)
-        if entry is not None:
-            if explicit and in_memory:
-                entry.explicit = True
-            elif explicit:
-                self._make_explicit(entry)
-            self._index.touch((record,))
-            return PutResult.EXISTS
-        size = len(data)
-        fits_disk = size <= self._segments.max_payload_bytes and self._may_write(explicit=explicit)
-        if (record.kind in RESIDENT or in_memory or not fits_disk) and size <= self._config.memory_bytes:
-            if size <= self._memory_bytes and self._shrink_memory(self._memory_bytes - size, patient=patient):
-                self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
-                return PutResult.STORED
-            if not fits_disk:
-                return PutResult.SKIPPED_MEMORY_FULL
-        if not fits_disk:
-            return PutResult.SKIPPED_TOO_LARGE
-        refusal = self._disk.refusal()
-        if refusal is not None and not explicit:
-            return refusal
-        if not self._affords(size, explicit=explicit):
-            return PutResult.SKIPPED_WRITE_BUDGET
-        if not self._queue_takes(size, explicit=explicit):
-            return refusal if refusal is not None else PutResult.SKIPPED_QUEUE_FULL
-        self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit, key_id=key_id))
-        return PutResult.STORED
-
-    def _shrink_memory(self, limit: int, *, loan: bool = False, patient: bool = False) -> bool:
-        """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it.
-
-        `loan`: the queue's limit does not count. `patient`: rather than evict what somebody asked for and only the
-        queue has no room for, give up.
-        """
-        while self._index.bytes_in(Tier.MEMORY) > limit:
-            oldest = self._index.pop_oldest_resident()
-            if oldest is None:
-                return False
-            if self._spills(oldest, loan=loan):
-                self._index.move(oldest, Tier.PENDING)
-                self._enqueue(oldest)
-                continue
-            self._index.keep(oldest)
-            waits = patient and oldest.explicit and self._disk.refusal() is None and self._spills(oldest, loan=True)
-            if waits or not self._ledger.evict(Tier.MEMORY):
-                return False
-        return True
-
-    def _make_explicit(self, entry: Entry) -> None:
-        """What was only passed is asked for: on to disk if that is where its kind belongs."""
-        entry.explicit = True
-        if entry.tier is Tier.MEMORY and entry.record.kind not in RESIDENT and self._spills(entry):
-            self._index.move(entry, Tier.PENDING)
-            self._enqueue(entry)
-
-    def _spills(self, entry: Entry, *, loan: bool = False) -> bool:
-        """Whether a record in memory may go to disk now."""
-        if entry.size > self._segments.max_payload_bytes or not self._may_write(explicit=entry.explicit):
-            return False
-        if not self._affords(entry.size, explicit=entry.explicit):
-            self._ledger.tally.skipped[PutResult.SKIPPED_WRITE_BUDGET] += 1
-            return False
-        return loan or self._queue_takes(entry.size, explicit=entry.explicit)
-
-    def _may_write(self, *, explicit: bool) -> bool:
-        policy = self._config.checkpoints.policy
-        return policy is CheckpointPolicy.THROUGH or (policy is CheckpointPolicy.MARKS and explicit)
-
-    def _affords(self, size: int, *, explicit: bool) -> bool:
-        """Whether the day's bytes suffice for this record and all that waits before it."""
-        ahead = self._index.bytes_in(Tier.PENDING) + self._index.records_in(Tier.PENDING) * RECORD_OVERHEAD
-        return explicit or self._budget.allows(ahead + size + RECORD_OVERHEAD, self._wall_clock())
-
-    def _queue_limit(self, *, explicit: bool) -> int:
-        return self._config.queue_bytes * (2 if explicit else 1)
-
-    def _queue_takes(self, size: int, *, explicit: bool) -> bool:
-        """A record of any size has its turn, for else one that is too large for the queue would never reach the disk.
-
-        One that was asked for waits for others of its like only: what was not leaves it room.
-        """
-        waiting = self._index.bytes_in(Tier.PENDING)
-        has_turn = waiting <= self._config.queue_bytes if explicit else not waiting
-        return has_turn or waiting + size <= self._queue_limit(explicit=explicit)
-
-    def _enqueue(self, entry: Entry) -> None:
-        if entry.size > self._config.queue_bytes:
-            self._large = entry
-        self._io.submit(partial(self._disk.write, entry))
-
-=======
->>>>>>> cache
 
 def _as_bytes(payload: Buffer) -> Buffer:
     """The same memory as read-only bytes, so that `len` counts bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcache.checkpoints import CheckpointPolicy
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 
 MIB = 1 << 20
 
@@ -22,9 +22,7 @@ class StoreConfig:
     segment_bytes: int = 64 * MIB
     min_free_bytes: int = 1024 * MIB  # writing never takes the file system's free space below this
     encrypt: bool = True
-    policy: CheckpointPolicy = (
-        CheckpointPolicy.THROUGH
-    )  # THROUGH: all may be written; MARKS: explicit records; OFF: none
+    checkpoints: Checkpoints = DEFAULT_CHECKPOINTS  # THROUGH: all may be written; MARKS: explicit records; OFF: none
     daily_write_bytes: int | None = None  # implicit records are not written beyond it; None: no limit
     retry_pause_s: float = 1.0  # first pause after writes failed; doubles
     longest_pause_s: float = 60.0

@@ -68,12 +68,8 @@ class Steps:
         self._clock = clock
         self._loan = Loan(cache.store)
         self.parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes, scheduler.max_rows)
-<<<<<<< HEAD
         self._sight = Sight(cache, scheduler, post, lambda row, error: self.rows.fail(row, error))
         self.rows = Rows(scheduler, self.parking, self._loan, totals, self._sight)
-=======
-        self.rows = Rows(scheduler, self.parking, self._loan, totals)
->>>>>>> cache
         self._keeping = Keeping(cache, scheduler, self.parking, self.rows, post, clock, snapshot_wait)
         self._ends = Ends(scheduler, self.parking, self.rows, self._keeping, clock)
         self._opening = Opening(cache, scheduler, self.rows, totals, self._sight, post, clock)

@@ -18,7 +18,7 @@ from service.engine import cpu
 from service.models import safetensors_file
 from service.models.convert import write_json
 from service.models.safetensors_file import Tensor
-from service.models.tiny import CONFIGS, EOS, PAD, initial_value
+from service.models.tiny import CONFIGS, CONTEXT, EOS, PAD, initial_value
 from service.models.tiny_tokenizer import VOCAB_SIZE, build_tiny_tokenizer, tiny_tokenizer_config
 
 _VOCAB = VOCAB_SIZE + 32  # room for the tokens that stand for images

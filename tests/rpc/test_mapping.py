@@ -866,7 +866,8 @@ def test_every_number_of_the_stats_arrives_under_its_own_name():
         last_write_error="OSError: no space",
     )
     message = mapping_out.write_stats(view)
-    assert {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields} == {
+    named = [field.name for field in message.DESCRIPTOR.fields if hasattr(view, field.name)]
+    assert {name: getattr(message, name) for name in named} == {
         field.name: getattr(view, field.name) for field in fields(StatsView)
     }
 

@@ -18,7 +18,7 @@ from service.work import NodeAt
 from tests.service.loop_rig import LAYOUT, LoopRig
 
 THROUGH, MARKS, OFF = CheckpointPolicy
-FULL, WINDOW, STATE, _ = RecordKind
+FULL, WINDOW, STATE, *_ = RecordKind
 
 
 def prompt_of(length: int, seed: object = 1) -> list[int]:
@@ -305,16 +305,9 @@ def test_what_lacks_an_evicted_handle_is_told_as_evicted_though_boundaries_befor
 def test_an_end_that_does_not_stand_says_what_became_of_its_state(why: Loss, told: str, *, early: bool) -> None:
     rig = rig_with(OFF)
     heard = rig.submit(prompt_of(2_000), generate=5, save=True)
-<<<<<<< HEAD
-    rows = rig.loop._steps.rows
-    while heard.row not in rows or rows[heard.row].position < 800:
-        assert rig.turn()
-    first = rows[heard.row].recorder.last_block.path()[0]
-=======
     while heard.row not in rig.steps.rows or rig.steps.rows[heard.row].position < 800:
         assert rig.turn()
     first = rig.steps.rows[heard.row].recorder.last_block.path()[0]
->>>>>>> cache
     with rig.store._lock:
         entry = rig.store._index.get(RecordId(first.key, FULL))
         assert entry is not None

@@ -284,11 +284,7 @@ def test_places_larger_than_the_queue_are_stored_one_after_another() -> None:
     rig = LoopRig(queue_bytes=50, snapshot_wait=WAIT, rows=3)
     calls = [rig.submit(prompt_of(700, i), keep=[700], generate=3, save=True) for i in range(3)]
     turn_all(rig)
-<<<<<<< HEAD
-    assert rig.loop._steps.parking._bytes > 4 * 2 * 50
-=======
     assert rig.steps.parking._bytes > 4 * 2 * 50
->>>>>>> cache
     rig.run()
     for heard in calls:
         assert lost(heard) == {700: "", 703: ""}
