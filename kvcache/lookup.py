@@ -71,8 +71,8 @@ class Matcher:
         path = self._follow(root, tokens, stops, whole)
         target = path[-1].end if path else 0
         deepest = next((node for node in reversed(path) if not node.is_tail), root)
-        beyond, known = self._stock.tree.known_prefix(deepest, tokens)
-        seen = deepest.end + len(beyond) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
+        further, known = self._stock.tree.known_prefix(deepest, tokens)
+        seen = deepest.end + len(further) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
         kept: list[Node] = []
         for place in sorted(keep - {len(tokens)}):
             node = self._kept_at(root, path, tokens, stops, whole, place)
