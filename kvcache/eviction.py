@@ -84,6 +84,7 @@ class EvictionOrder:
         self._full = dict.fromkeys(Tier, 0)  # FULL records by tier
         self._parked: dict[RecordId | bytes, set[_Unit]] = {}  # units that would go but for this pin, or guarded key
         self._guarded: set[bytes] = set()
+        self._raised: set[bytes] = set()  # those of them that stand for no other reason
 
     def __len__(self) -> int:
         return len(self._units)
@@ -96,6 +97,7 @@ class EvictionOrder:
         unit.members[member.record.kind] = member
         self._full[member.tier] += member.record.kind is RecordKind.FULL
         self._stand(unit)
+        self._raised.discard(unit.key)
         unit.last_use, unit.tick = self._clock(), tick
         self._note(unit)
 
@@ -149,30 +151,33 @@ class EvictionOrder:
     def guard(self, place: Place) -> None:
         """Somebody is at work there: until `unguard` none of its records goes, and none that it stands on.
 
-        It stands for that long, whether any record of it is held yet or not.
+        It stands for that long, whether any record of it is held yet or not. What comes before a gap does not count.
         """
         self._guarded.add(place.key)
         unit = self._unit(place.key)
         self._put_in_place(unit, place)
-        if not unit.members:
+        if not unit.standing:
+            self._raised.add(place.key)
             self._stand(unit)
 
     def keeps_something(self, key: bytes) -> bool:
         """Whether anything would have gone but for this guard."""
         unit = self._units.get(key)
-        return key in self._parked or (unit is not None and not (unit.standing and unit.members))
+        return key in self._parked or key in self._raised or (unit is not None and not unit.members)
 
     def unguard(self, key: bytes) -> list[Member]:
         """Returns what nothing has needed for as long as that."""
         self._guarded.discard(key)
         for unit in self._parked.pop(key, ()):
             self._note(unit)
-        owner = self._units.get(key)
+        owner, raised = self._units.get(key), key in self._raised
+        self._raised.discard(key)
         if owner is None:
             return []
-        if not owner.members:
+        if not owner.members or (raised and not self._is_whole(owner)):
             return self._sweep(self._drop(owner))
-        return self._sweep([owner]) if not owner.standing else []
+        self._note(owner)
+        return []
 
     def leave(self, record: RecordId) -> list[Member]:
         """A record is gone, as its owner wished or by accident; returns what only it had made useful."""

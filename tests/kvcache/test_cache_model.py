@@ -329,7 +329,11 @@ class Play:
         records = self.pinned()
         for node in self.followed:
             records |= {RecordId(node.key, kind) for kind in RecordKind}
-            records |= {record for record, _ in needed(node.path(), self.cache.layout, logits=True)}
+            before = {record for record, _ in needed(node.path(), self.cache.layout, logits=True)}
+            for here in reversed(node.path()):
+                if here is not node and not self.store.locate(RecordId(here.source, RecordKind.FULL)):
+                    break  # nothing before this gap is of use to it
+                records |= {record for record in before if record.key in (here.key, here.source)}
         return records
 
     def pinned(self) -> set[RecordId]:

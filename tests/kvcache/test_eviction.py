@@ -287,6 +287,15 @@ def test_what_somebody_is_at_work_on_keeps_what_comes_before_it_though_nothing_o
     assert len(world.order) == 0
 
 
+def test_what_is_stored_in_part_while_guarded_stays_for_what_follows() -> None:
+    world = World((FULL, WINDOW), window=300)
+    spot = world.spot("a")
+    world.order.guard(world.place(spot))
+    world.put(spot, kinds=(FULL,))  # the window was refused
+    assert world.order.unguard(spot.key) == []
+    assert {world.text(record) for record in world.held} == {"full a"}
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_a_guard_that_ends_leaves_nothing_behind(*, held: bool) -> None:
     world = World((FULL, STATE))
