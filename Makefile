@@ -37,10 +37,10 @@ chat: setup ## Talk to a running server
 	$(BIN)/kvfork chat $(ARGS)
 
 test: setup ## Run the test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not full" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not full" $(ARGS)
 
 test-slow: setup ## Run the longer tests too: soak, memory, every client
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant checked when idle; prints JSON
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) $(ARGS)
