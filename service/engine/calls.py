@@ -13,8 +13,7 @@ import mlx.core as mx
 from kvcache.media import MediaKey
 from service.engine.heads import last_position
 from service.engine.upstream import make_prompt_cache
-from service.media import Prepared
-from service.plan import RowImage
+from service.plan import RowImage, TowerImage
 
 Features = dict[str, mx.array]
 """What a vision tower made of one image, by names that its model's calls know."""
@@ -55,7 +54,7 @@ class Calls(Protocol):
         """Feeds one token a row; next-token logits (rows, vocab)."""
         ...
 
-    def encode(self, image: Prepared) -> Features:
+    def encode(self, image: TowerImage) -> Features:
         """The features of one image, not evaluated yet."""
         ...
 
@@ -83,7 +82,7 @@ class TextCalls:
     def decode(self, fed: Sequence[Fed], caches) -> mx.array:
         return self._model(mx.array([row.token for row in fed], dtype=mx.uint32)[:, None], cache=caches)[:, -1, :]
 
-    def encode(self, image: Prepared) -> Features:
+    def encode(self, image: TowerImage) -> Features:
         raise NoImages("this model sees no images")
 
 

@@ -19,8 +19,7 @@ from service.engine.vision import upstream
 from service.engine.vision.families import Opens
 from service.engine.vision.places import place_behind, places
 from service.engine.vision.runs import Opened, Run, runs_of
-from service.media import Prepared
-from service.plan import RowImage
+from service.plan import RowImage, TowerImage
 
 ROWS = "rows"  # embeddings of the span, (positions, width)
 DEEP = "deep"  # what is added behind the first layers, (layers, image positions, width)
@@ -48,7 +47,7 @@ class VisionCalls:
     def place(self, position: int, images: Sequence[RowImage]) -> int:
         return place_behind(position, images, self._merge) if self._merge else position
 
-    def encode(self, image: Prepared) -> Features:
+    def encode(self, image: TowerImage) -> Features:
         if image.inputs is None:
             raise NoFeatures("the image's own arrays are gone")
         inputs = {name: mx.array(array) for name, array in image.inputs.items()}
