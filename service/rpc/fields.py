@@ -25,6 +25,7 @@ MAX_TOKENS = 2**22
 MAX_LABELS = 64
 MAX_LABEL_KEY = 63  # as Kubernetes labels, which orchestrators copy from
 MAX_LABEL_VALUE = 255
+MAX_LABELS_TOGETHER = 4096  # bytes of one snapshot's: they stay in memory for as long as it lives
 MAX_TOKEN_ID = 2**31 - 1  # ids are int32 on the way to the model; the vocabulary's own bound is the model's to check
 
 _SNAPSHOT_ID = re.compile(r"[a-z0-9][a-z0-9-]{7,62}")
@@ -131,6 +132,10 @@ class Fields:
         """Labels in the order of their keys."""
         if len(value) > MAX_LABELS:
             self.wrong(path, f"at most {MAX_LABELS} labels, are {len(value)}")
+            return ()
+        together = sum(len(key.encode()) + len(text.encode()) for key, text in value.items())
+        if together > MAX_LABELS_TOGETHER:
+            self.wrong(path, f"keys and values have at most {MAX_LABELS_TOGETHER} bytes together, have {together}")
             return ()
         ordered = tuple(sorted(value.items()))
         for key, text in ordered:

@@ -37,7 +37,8 @@ OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_leng
 class LiveServer:
     """`kvfork serve` as a subprocess, with a temporary directory and a store directory of its own.
 
-    `wait=False` returns without waiting for the model. `inside` serves with a window (`tests.e2e.inside`).
+    `wait=False` returns without waiting for the model. `inside` serves with a window (`tests.e2e.inside`). `token`: in
+    whose name the test's own calls run, where the flags ask for tokens.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class LiveServer:
         wait: bool = True,
         env: dict[str, str] | None = None,
         inside: bool = False,
+        token: str = "",
     ) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="kvfork-e2e-")
         self.temp = Path(self._home.name) / "tmp"
@@ -91,6 +93,8 @@ class LiveServer:
             raise ServerDidNotStart(self.process.returncode, log)
         self.address = line.split()[-1]
         self.channel = grpc.insecure_channel(self.address, options=OPTIONS)
+        if token:
+            self.channel = with_token(self.channel, token)
         self.inference = InferenceServiceStub(self.channel)
         self.snapshots = SnapshotServiceStub(self.channel)
         self.server = ServerServiceStub(self.channel)
@@ -175,6 +179,25 @@ class LiveServer:
         complaints = self.complaints()
         self.close()
         assert not complaints, complaints
+
+
+class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._field = ("authorization", f"Bearer {token}")
+
+    def _shown(self, details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), self._field))
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._shown(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._shown(client_call_details), request)
+
+
+def with_token(channel: grpc.Channel, token: str) -> grpc.Channel:
+    """A channel whose every call shows `token`."""
+    return grpc.intercept_channel(channel, _Bearer(token))
 
 
 pb_loading = server_pb.Model.STATE_LOADING

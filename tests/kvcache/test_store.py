@@ -178,7 +178,7 @@ def test_kinds_of_one_key_are_records_of_their_own() -> None:
     store.run_pending()
     result = store.fetch_now([RecordId(key, kind) for kind in RecordKind])
     assert [bytes(data) for data in result.payloads] == [kind.name.encode() for kind in RecordKind]
-    assert result.tiers == [Tier.MEMORY, Tier.DISK, Tier.DISK, Tier.MEMORY]
+    assert result.tiers == [Tier.MEMORY, Tier.DISK, Tier.DISK, Tier.MEMORY, Tier.MEMORY]
     store.close()
 
 
