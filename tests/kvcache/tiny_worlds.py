@@ -31,7 +31,13 @@ LAYOUTS = {
     "all": CacheLayout((STATE, FULL, WINDOW)),
 }
 LIMITS = CacheLimits()
-SIZES = {RecordKind.FULL: 60, RecordKind.WINDOW: 50, RecordKind.STATE: 90, RecordKind.LOGITS: 40, RecordKind.FEATURES: 70}
+SIZES = {
+    RecordKind.FULL: 60,
+    RecordKind.WINDOW: 50,
+    RecordKind.STATE: 90,
+    RecordKind.LOGITS: 40,
+    RecordKind.FEATURES: 70,
+}
 
 
 def prompt_of(length: int, seed: object = 1) -> list[int]:
