@@ -639,7 +639,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=_argument(_parse_path), metavar="FILE", help=f"settings, a TOML file [{FILE_VARIABLE}]"
     )
     for option in OPTIONS:
-        text = option.help if "(default:" in option.help else f"{option.help} (default: {shown(plain[option.name])})"
+        text = (
+            option.help
+            if "(default:" in option.help
+            else f"{option.help} (default: {shown(option.name, plain[option.name])})"
+        )
         arguments = {"type": _argument(option.parse), "metavar": option.metavar, "default": None, "dest": option.name}
         if option.parse is _parse_switch:
             arguments |= {"nargs": "?", "const": True}  # a bare flag switches on
@@ -688,15 +692,18 @@ def _argument(parse: Callable[[str], object]) -> Callable[[str], object]:
     return convert
 
 
-def shown(value: object) -> str:
-    """A value as its flag takes it."""
+_SIZES = frozenset(option.name for option in OPTIONS if option.parse is parse_size)
+
+
+def shown(name: str, value: object) -> str:
+    """The value of a setting as its flag takes it."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, CheckpointPolicy):
         return value.value
     if isinstance(value, float):
         return f"{value:g}s"
-    if isinstance(value, int) and value >= MIB and value % MIB == 0:
+    if name in _SIZES and isinstance(value, int) and value >= MIB and value % MIB == 0:
         return f"{value // MIB}MiB"
     if isinstance(value, tuple):
         return ",".join(str(part) for part in value) or "none"
