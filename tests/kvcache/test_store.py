@@ -18,7 +18,7 @@ from kvcache.records import FetchResult, PutResult, RecordId, RecordKind, Tier
 from kvcache.storage import MemoryStorage, Storage
 from kvcache.store import StoreConfig, TieredStore
 
-FULL, WINDOW, STATE, LOGITS = RecordKind
+FULL, WINDOW, STATE, LOGITS, _ = RecordKind
 SIZE = 100
 
 

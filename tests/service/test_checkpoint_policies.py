@@ -17,7 +17,7 @@ from service.work import NodeAt
 from tests.service.loop_rig import LAYOUT, LoopRig
 
 THROUGH, MARKS, OFF = CheckpointPolicy
-FULL, WINDOW, STATE, _ = RecordKind
+FULL, WINDOW, STATE, *_ = RecordKind
 
 
 def prompt_of(length: int, seed: object = 1) -> list[int]:

@@ -275,4 +275,7 @@ def cache_stats(message: server_pb.CacheStats) -> CacheStats:
         write_errors=message.write_errors,
         writes_paused=message.writes_paused,
         last_write_error=message.last_write_error,
+        images_encoded=message.images_encoded,
+        image_bytes=message.image_bytes,
+        image_limit_bytes=message.image_limit_bytes,
     )
