@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from kvcache.media import MediaKey
 
@@ -21,13 +19,14 @@ from kvcache.media import MediaKey
 class Picture:
     """A decoded image, upright, without alpha. `pixels`: uint8, shape (height, width, 3)."""
 
-    pixels: np.ndarray
+    pixels: Any  # an array; the plan's language, which knows these values, knows no numpy
     digest: bytes  # 32 bytes: SHA-256 over size and pixels; equal for re-encoded equal pixels
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
-        return self.pixels.shape[1], self.pixels.shape[0]
+        height, width, _ = self.pixels.shape
+        return width, height
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +41,7 @@ class Prepared:
     key: MediaKey
     ids: tuple[int, ...]
     grid: tuple[int, ...]
-    inputs: Mapping[str, np.ndarray] | None
+    inputs: Mapping[str, Any] | None
 
     @property
     def shape(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

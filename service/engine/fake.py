@@ -28,7 +28,6 @@ def features_of(key: MediaKey) -> bytes:
     return hashlib.sha256(b"features" + key).digest() * 8
 
 
-
 def after(state: bytes, tokens: Sequence[int]) -> bytes:
     """The recurrent state behind `state` once it has seen `tokens`."""
     for token in tokens:

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -182,7 +183,7 @@ def test_rows_that_decode_go_on_between_encodings(rig: LoopRig) -> None:
         said.append(len(talker.tokens))
         rig.store.run_pending()
     if talker.end is None:
-        steps = [after - before for before, after in zip(said, said[1:], strict=False)]
+        steps = [after - before for before, after in pairwise(said)]
         assert set(steps) == {1}  # every step of the engine carried the talker on
     assert len(rig.engine.encoded) == 6
     rig.settle()
@@ -214,7 +215,7 @@ def test_an_image_that_cannot_be_made_or_encoded_ends_its_rows_alone(rig: LoopRi
     rig.run()
     assert all(type(h.error).__name__ == "RowFailed" for h in doomed)
     assert fine.tokens == rig.engine.continuation(words(6) + good.run, 2)
-    rig.engine.blind = {key for key in [rig.steps._sight.row_images(_work(broken))[0].key]}
+    rig.engine.blind = {rig.steps._sight.row_images(_work(broken))[0].key}
     last = submit(rig, words(7), broken, generate=1)
     rig.run()
     assert type(last.error).__name__ == "RowFailed"
