@@ -230,6 +230,9 @@ class Core:
             write_errors=store.write_errors,
             writes_paused=store.paused,
             last_write_error=store.last_error,
+            images_encoded=totals.images_encoded,
+            image_bytes=self._rt.loaded.uploads.total_bytes,
+            image_limit_bytes=self._rt.config.image_bytes,
         )
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:

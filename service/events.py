@@ -311,3 +311,6 @@ class StatsView:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0

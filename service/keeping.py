@@ -89,15 +89,15 @@ class Keeping:
         last = seq.recorder.last_block
         if last.parent is None:
             return
-        node, lost = self._base_outside_images(last), ""
+        node, lost = self._base_outside_images(last, seq), ""
         if node.parent is None:
             self._cache.let_go(node)
             node, lost = self._cache.hold(last), why_lost(self._cache.why_not(last), seq.lost)
         seq.emit(NodeAt(node, lost, final=True))
 
-    def _base_outside_images(self, last: Node) -> Node:
+    def _base_outside_images(self, last: Node, seq: Sequence) -> Node:
         """The deepest place that stands and cuts no image; the root if there is none. Held."""
-        spans = spans_of(last.all_tokens())
+        spans = spans_of(seq.tokens)
         position = last.end
         while True:
             node = self._cache.hold_base(last, position)

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.media import MediaKey
 
 if TYPE_CHECKING:  # the scheduler's language mentions images, and must load in no time
-    import numpy as np
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Picture:
     """A decoded image, upright, without alpha. `pixels`: uint8, shape (height, width, 3)."""
 
-    pixels: np.ndarray
+    pixels: Any  # an array; the plan's language, which knows these values, knows no numpy
     digest: bytes  # 32 bytes: SHA-256 over size and pixels; equal for re-encoded equal pixels
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
-        return self.pixels.shape[1], self.pixels.shape[0]
+        height, width, _ = self.pixels.shape
+        return width, height
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +44,7 @@ class Prepared:
     key: MediaKey
     ids: tuple[int, ...]
     grid: tuple[int, ...]
-    inputs: Mapping[str, np.ndarray] | None
+    inputs: Mapping[str, Any] | None
 
     @property
     def shape(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -24,6 +24,7 @@ from service.media import Prepared
 from service.plan import Encode, GivenFeatures, RowId, RowImage, StepResult
 from service.scheduler import Scheduler
 from service.sequence import Sequence
+from service.totals import Totals
 from service.work import Work, WorkImage
 
 log = logging.getLogger("kvfork.sight")
@@ -63,19 +64,20 @@ class Sight:
         self,
         cache: PrefixCache,
         scheduler: Scheduler,
+        totals: Totals,
         post: Callable[[Callable[[], None]], None],
         fail: Callable[[RowId, Exception], None],
     ) -> None:
         """`post` has a thing done on the engine thread, from any; `fail` ends a row."""
         self._cache = cache
         self._scheduler = scheduler
+        self._totals = totals
         self._post = post
         self._fail = fail
         self._images: dict[MediaKey, _Image] = {}
         self._needs: dict[RowId, list[_Need]] = {}
         self._queue: deque[MediaKey] = deque()
         self._give: list[GivenFeatures] = []
-        self.encoded = 0  # images, since the start
 
     def row_images(self, work: Work) -> tuple[RowImage, ...]:
         """A work's images as the engine knows them."""
@@ -137,7 +139,7 @@ class Sight:
     def encodings(self, result: StepResult) -> None:
         """What came of a step's encodings: features are stored, and whoever waited goes on."""
         for key, payload in result.encoded.items():
-            self.encoded += 1
+            self._totals.images_encoded += 1
             image = self._images.get(key)
             if image is None:
                 continue  # nobody waits any more, and whose they are is forgotten

@@ -68,7 +68,7 @@ class Steps:
         self._clock = clock
         self._loan = Loan(cache.store)
         self.parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes, scheduler.max_rows)
-        self._sight = Sight(cache, scheduler, post, lambda row, error: self.rows.fail(row, error))
+        self._sight = Sight(cache, scheduler, totals, post, lambda row, error: self.rows.fail(row, error))
         self.rows = Rows(scheduler, self.parking, self._loan, totals, self._sight)
         self._keeping = Keeping(cache, scheduler, self.parking, self.rows, post, clock, snapshot_wait)
         self._ends = Ends(scheduler, self.parking, self.rows, self._keeping, clock)

@@ -128,7 +128,8 @@ class CallImages:
             try:
                 upload = await self._take(image, path, self.preparer)
             except ImageRefused as refused:
-                wrong.append((FieldViolation(path, str(refused)), refused.reason))
+                reason = refused.reason if refused.reason in (INVALID, TOO_LARGE) else UNSUPPORTED  # a model's own word
+                wrong.append((FieldViolation(path, str(refused)), reason))
                 continue
             self.held.callback(self.uploads.release, (upload,))
             assert upload.layout is not None

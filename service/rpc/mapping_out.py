@@ -329,6 +329,9 @@ def write_stats(view: StatsView) -> server_pb.CacheStats:
         write_errors=view.write_errors,
         writes_paused=view.writes_paused,
         last_write_error=view.last_write_error[:_ERROR_CHARS],
+        images_encoded=view.images_encoded,
+        image_bytes=view.image_bytes,
+        image_limit_bytes=view.image_limit_bytes,
     )
 
 

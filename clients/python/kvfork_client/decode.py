@@ -278,4 +278,7 @@ def cache_stats(reply: server_pb.GetCacheStatsResponse) -> CacheStats:
         writes_paused=message.writes_paused,
         last_write_error=message.last_write_error,
         owner=reply.owner,
+        images_encoded=message.images_encoded,
+        image_bytes=message.image_bytes,
+        image_limit_bytes=message.image_limit_bytes,
     )

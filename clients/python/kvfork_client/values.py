@@ -393,3 +393,6 @@ class CacheStats:
     writes_paused: bool = False
     last_write_error: str = ""
     owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0
