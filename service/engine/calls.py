@@ -33,6 +33,8 @@ class Fed(NamedTuple):
 class Calls(Protocol):
     """One model. `caches` are a row's own in `prefill`, those of the batch, row by row, in `decode`."""
 
+    copies_lone_rows: bool  # a batched cache of one row is copied at each call: better one of its own
+
     def caches(self) -> list:
         """Fresh caches for a row."""
         ...
@@ -61,6 +63,8 @@ class Calls(Protocol):
 
 class TextCalls:
     """See `Calls`. Positions are counted by the caches themselves."""
+
+    copies_lone_rows = False
 
     def __init__(self, model) -> None:
         self._model = model

@@ -32,6 +32,8 @@ class NoFeatures(LookupError):
 class VisionCalls:
     """See `service.engine.calls.Calls`."""
 
+    copies_lone_rows = True
+
     def __init__(self, model, *, image_id: int, opens: Opens, merge: int = 0) -> None:
         """`merge`: patches a side that become one position, where places have three axes; 0: they have one."""
         self._model = model
