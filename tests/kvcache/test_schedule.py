@@ -13,7 +13,7 @@ from kvcache.media import MediaSpan, MediaTag, cut_inside
 from kvcache.schedule import (
     NONCE_BYTES,
     Call,
-    beyond,
+    after_image,
     continued_schedule,
     cut_by_image,
     decode_schedule,
@@ -166,7 +166,7 @@ def whole_cases(seed: int) -> Iterator[tuple[random.Random, list[MediaSpan], int
             spans.append(MediaSpan(at, at + rng.choice([4, 70, 256, 600]), MediaTag(b"tag")))
             at = spans[-1].end
         end = at + rng.choice([0, 1, 300])
-        yield rng, spans, end, {beyond(spans, p) for p in some_places(rng, 0, end)}
+        yield rng, spans, end, {after_image(spans, p) for p in some_places(rng, 0, end)}
 
 
 def test_no_call_splits_a_whole_image_and_cuts_inside_one_move_to_its_end() -> None:
@@ -175,7 +175,7 @@ def test_no_call_splits_a_whole_image_and_cuts_inside_one_move_to_its_end() -> N
         ends = [call.end for call in calls]
         assert all(cut_inside(spans, place) is None for place in ends)
         cuts = {*range(BLOCK_TOKENS, end, BLOCK_TOKENS), *stops, end}
-        assert sorted({beyond(spans, place) for place in cuts} - {0}) == ends
+        assert sorted({after_image(spans, place) for place in cuts} - {0}) == ends
         passed = [boundary for call in calls for boundary in call.passed]
         assert passed == [p for p in range(BLOCK_TOKENS, end, BLOCK_TOKENS) if cut_inside(spans, p) is not None]
 
