@@ -42,6 +42,7 @@ class VisionCalls:
         self._image_id = image_id
         self._opens = opens
         self._merge = merge
+        self.alone = upstream.why_alone(model)
 
     def caches(self) -> list:
         return upstream.prompt_caches(self._model)
