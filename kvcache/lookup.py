@@ -16,7 +16,7 @@ from kvcache.media import MediaSpan
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from kvcache.restore import RestorePlan
-from kvcache.schedule import beyond, cut_by_image, is_decoded, prefill_schedule, replay_cuts, whole_spans
+from kvcache.schedule import after_image, cut_by_image, is_decoded, prefill_schedule, replay_cuts, whole_spans
 from kvcache.stock import Stock
 from kvcache.tree import Node
 
@@ -67,7 +67,7 @@ class Matcher:
         """From the blocks behind `root` that a cold run over `tokens` would make."""
         tokens = as_array(tokens)
         whole = whole_spans(tokens, self._stock.layout)
-        stops = sorted({beyond(whole, place) for place in keep if place < len(tokens)})
+        stops = sorted({after_image(whole, place) for place in keep if place < len(tokens)})
         path = self._follow(root, tokens, stops, whole)
         target = path[-1].end if path else 0
         deepest = next((node for node in reversed(path) if not node.is_tail), root)

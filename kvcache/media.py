@@ -66,8 +66,8 @@ def ends_inside(tokens: Sequence[int]) -> bool:
 
 
 def tag_of(run: Sequence[int]) -> MediaTag:
-    """The tag of a run of symbols from its first one on."""
-    return MediaTag(b"".join(symbol.to_bytes(4, "little") for symbol in run[:_TAG_SYMBOLS]))
+    """The tag of a run of symbols from its first one on; its length is no part of it."""
+    return MediaTag(b"".join((symbol & ~LAST).to_bytes(4, "little") for symbol in run[:_TAG_SYMBOLS]))
 
 
 def tag_for(key: MediaKey, count: int) -> MediaTag:

@@ -98,6 +98,8 @@ class _Making:
 
     def _passed(self, seq: Sequence, call: Call) -> tuple[Capture, ...]:
         """The blocks that end inside the call, where an image is that must be whole. No run can begin there."""
+        if not call.passed:
+            return ()
         takes = self.passed[seq.row] = tuple(seq.take_at(boundary) for boundary in call.passed)
         return tuple(
             seq.recorder.capture(boundary, logits=False, kinds=[k for k in take.kinds if k is not RecordKind.STATE])

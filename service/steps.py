@@ -203,9 +203,10 @@ class Steps:
         self._sight.passed(seq.row, seq.position)
         if not saving:
             seq.computed += len(order.tokens)
-        passed = zip(order.passed, ordered.passed.get(seq.row, ()), result.passed.get(seq.row, ()), strict=True)
-        for capture, take, payloads in passed:
-            self._keeping.commit(seq, capture.end, payloads, take)
+        if order.passed:
+            passed = zip(order.passed, ordered.passed[seq.row], result.passed[seq.row], strict=True)
+            for capture, take, payloads in passed:
+                self._keeping.commit(seq, capture.end, payloads, take)
         if order.capture is not None:
             self._keep(seq, ordered.takes[seq.row], result, final=saving)
         if seq.work.progress and not saving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import logging
@@ -55,6 +56,12 @@ def test_the_batched_caches_have_the_fields_that_rows_are_read_by() -> None:
         assert callable(kind.merge)
     for kind in (caches.BatchKVCache, caches.BatchRotatingKVCache, caches.ArraysCache):
         assert all(callable(getattr(kind, name)) for name in ("extend", "filter", "extract"))
+
+
+@pytest.mark.parametrize("name", upstream.PADDING_MATTERS)
+def test_the_bodies_whose_rows_stay_apart_exist_under_these_names(name: str) -> None:
+    module, _, bare = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), bare)
 
 
 def test_gemma_4_opens_images_only_where_its_configuration_says_so() -> None:

@@ -24,6 +24,7 @@ def test_symbols_are_no_token_ids_and_begin_once() -> None:
 def test_an_image_has_the_same_symbols_everywhere_and_another_image_has_others() -> None:
     assert symbols(A, 64) == symbols(A, 64)
     assert symbols(A, 64)[:15] == symbols(A, 16)[:15]
+    assert tag_of(symbols(A, 64)) == tag_of(symbols(A, 8))
     assert not set(symbols(A, 64)) & set(symbols(B, 64))
 
 

@@ -32,6 +32,8 @@ class NoFeatures(LookupError):
 class VisionCalls:
     """See `service.engine.calls.Calls`."""
 
+    copies_lone_rows = True
+
     def __init__(self, model, *, image_id: int, opens: Opens, merge: int = 0) -> None:
         """`merge`: patches a side that become one position, where places have three axes; 0: they have one."""
         self._model = model
@@ -40,6 +42,7 @@ class VisionCalls:
         self._image_id = image_id
         self._opens = opens
         self._merge = merge
+        self.alone = upstream.why_alone(model)
 
     def caches(self) -> list:
         return upstream.prompt_caches(self._model)

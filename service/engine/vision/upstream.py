@@ -18,6 +18,11 @@ import numpy as np
 
 INSTALL = "pip install 'kvfork[vision]'"
 
+PADDING_MATTERS = {
+    "mlx_vlm.models.mistral3.language.Ministral3": "attention is scaled for all rows by the place of the first of them",
+}
+"""Bodies that compute something else for a row beside others once one of them is long: no short call shows it."""
+
 _NOT_THE_IMAGE = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 """What processors give besides the image: the text around it."""
 
@@ -99,6 +104,12 @@ def _one_side_for_all(processor) -> bool:
 def language_model(model):
     """The part that is called with tokens and caches."""
     return model.language_model
+
+
+def why_alone(model) -> str:
+    """Why rows of this model must not share a decode call though short ones could; empty if they may."""
+    body = type(getattr(language_model(model), "model", model))
+    return PADDING_MATTERS.get(f"{body.__module__}.{body.__qualname__}", "")
 
 
 def image_token_id(config) -> int:
