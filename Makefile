@@ -11,7 +11,8 @@ PROTOS := types inference_service snapshot_service server_service
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint type gen gen-check bench clean
+.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint type gen gen-check gen-clients gen-clients-check conformance \
+        bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,7 +67,16 @@ gen: setup ## Regenerate the stubs from proto/
 gen-check: gen ## Fail if the committed stubs differ from what proto/ gives
 	git diff --exit-code -- proto
 
-check: lint type gen-check test test-slow ## Everything that CI runs
+gen-clients: setup ## Regenerate what the other languages' clients have of proto/ (ARGS=go for one of them)
+	$(BIN)/python clients/generate.py $(ARGS)
+
+gen-clients-check: setup ## Fail if the clients differ from what proto/ gives
+	$(BIN)/python clients/generate.py --check $(ARGS)
+
+conformance: setup ## Every client plays the same scenarios against a server; writes docs/clients.md
+	$(BIN)/python -m tests.conformance $(if $(ARGS),$(ARGS),--markdown docs/clients.md)
+
+check: lint type gen-check gen-clients-check test test-slow ## Everything that CI runs
 
 bench: setup ## Run every benchmark and draw the plots under docs/ (minutes)
 	$(BIN)/python -m tests.bench all $(ARGS)

@@ -37,8 +37,8 @@ OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_leng
 class LiveServer:
     """`kvfork serve` as a subprocess, with a temporary directory and a store directory of its own.
 
-    `wait=False` returns without waiting for the model. `inside` serves with a window (`tests.e2e.inside`). `token`: in
-    whose name the test's own calls run, where the flags ask for tokens.
+    `wait=False` returns without waiting for the model. `inside` serves with a window (`tests.e2e.inside`), `module`
+    with another one. `token`: in whose name the test's own calls run, where the flags ask for tokens.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class LiveServer:
         wait: bool = True,
         env: dict[str, str] | None = None,
         inside: bool = False,
+        module: str = "service",
         token: str = "",
     ) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="kvfork-e2e-")
@@ -64,7 +65,7 @@ class LiveServer:
         for name in ("KVFORK_CACHE_DIR", "KVFORK_ACCEPT_GEMMA_TERMS"):
             if name in os.environ:
                 clean[name] = os.environ[name]
-        module = "tests.e2e.inside" if inside else "service"
+        module = "tests.e2e.inside" if inside else module
         command = [sys.executable, "-m", module, "serve", "--model", str(model), "--address", "127.0.0.1:0"]
         command += ["--scratch-dir", str(self.store), *flags]
         with self.log.open("w") as log:
