@@ -196,8 +196,10 @@ class RecordIndex:
 
     def claim(self, record: RecordId) -> Entry | None:
         """Count one more name that stands on it; the entry, if it is held."""
-        self._claims[record] = self._claims.get(record, 0) + 1
-        return self._entries.get(record)
+        entry = self._entries.get(record)
+        names = self._claims.get(record, 0)
+        self._claims[entry.record if entry is not None and not names else record] = names + 1  # one object for both
+        return entry
 
     def disclaim(self, record: RecordId) -> None:
         """Take one `claim` back; after the last, nobody asks for the record any more."""

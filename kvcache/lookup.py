@@ -25,7 +25,6 @@ from kvcache.tree import Node
 class Lookup:
     """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`: as it was returned."""
 
-    tokens: int  # length of the prompt
     plan: RestorePlan | None
     known: int  # tokens that were computed once, whether or not their state can be used
     miss_reason: MissReason  # why `plan` stops short of `known`
@@ -56,7 +55,6 @@ class Matcher:
         position = plan.position if plan else 0
         replay = [cut for node in path for cut in replay_cuts(node.start, node.schedule)] + [base.end]
         return Lookup(
-            tokens=len(tokens),
             plan=plan,
             known=base.end,
             miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
@@ -100,7 +98,6 @@ class Matcher:
             exact_end = path[-1].end if path else 0
             reason = MissReason.PROVENANCE if seen > exact_end else self._why(path, position, known)
         return Lookup(
-            tokens=len(tokens),
             plan=plan,
             known=known,
             miss_reason=reason,

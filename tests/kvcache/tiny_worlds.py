@@ -58,12 +58,13 @@ class Ran:
     calls: list[tuple[int, int]]
     nodes: dict[int, Node]
     lost: list[str]
+    prompt_tokens: int
 
     @property
     def receipt(self) -> tuple[int, int, int]:
         """(cached, recomputed, new)."""
         position, known = self.lookup.position, self.lookup.known
-        return position, known - position, self.lookup.tokens - known
+        return position, known - position, self.prompt_tokens - known
 
 
 class World:
@@ -153,7 +154,7 @@ class World:
             if end % BLOCK_TOKENS == 0 or end == len(tokens):
                 take(end, kept=end == len(tokens), logits=end == len(tokens))
         recorder.close()
-        return Ran(lookup, [(c.start, c.end) for c in calls], nodes, lost)
+        return Ran(lookup, [(c.start, c.end) for c in calls], nodes, lost, len(prompt))
 
     def check_read(self, lookup: Lookup, prompt: Sequence[int], read: FetchResult) -> None:
         """A restore reads what the prompt's own state is."""
