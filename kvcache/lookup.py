@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.blocks import BLOCK_TOKENS, as_array, block_key
+from kvcache.media import MediaSpan
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from kvcache.restore import RestorePlan
-from kvcache.schedule import is_decoded, prefill_schedule, replay_cuts
+from kvcache.schedule import after_image, cut_by_image, is_decoded, prefill_schedule, replay_cuts, whole_spans
 from kvcache.stock import Stock
 from kvcache.tree import Node
 
@@ -70,15 +71,16 @@ class Matcher:
     def by_content(self, root: Node, tokens: Sequence[int], keep: set[int]) -> Lookup:
         """From the blocks behind `root` that a cold run over `tokens` would make."""
         tokens = as_array(tokens)
-        stops = sorted(place for place in keep if place < len(tokens))
-        path = self._follow(root, tokens, stops)
+        whole = whole_spans(tokens, self._stock.layout)
+        stops = sorted({after_image(whole, place) for place in keep if place < len(tokens)})
+        path = self._follow(root, tokens, stops, whole)
         target = path[-1].end if path else 0
         deepest = next((node for node in reversed(path) if not node.is_tail), root)
         beyond, known = self._stock.tree.known_prefix(deepest, tokens)
         seen = deepest.end + len(beyond) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
         kept: list[Node] = []
         for place in sorted(keep - {len(tokens)}):
-            node = self._kept_at(root, path, tokens, stops, place)
+            node = self._kept_at(root, path, tokens, stops, whole, place)
             if node is None:
                 target = min(target, place - 1)  # it has to be passed again
                 break
@@ -112,7 +114,13 @@ class Matcher:
         )
 
     def _kept_at(
-        self, root: Node, path: Sequence[Node], tokens: array[int], stops: Sequence[int], place: int
+        self,
+        root: Node,
+        path: Sequence[Node],
+        tokens: array[int],
+        stops: Sequence[int],
+        whole: Sequence[MediaSpan],
+        place: int,
     ) -> Node | None:
         """The node that stands at `place` with logits, if all of it is stored."""
         depth, inside = divmod(place, BLOCK_TOKENS)
@@ -122,21 +130,22 @@ class Matcher:
         node: Node | None = base
         if inside:
             start = base.end
-            cuts = _between(stops, start, place)
+            cuts = [*_between(stops, start, place), *cut_by_image(whole, start, place)]
             node = self._stock.tree.get(block_key(base.key, tokens[start:place], prefill_schedule(start, place, cuts)))
         if node is None or node.parent is None:
             return None
         stored = self._stock.restorable(node) and self._stock.has(RecordId(node.key, RecordKind.LOGITS))
         return node if stored else None
 
-    def _follow(self, root: Node, tokens: array[int], stops: Sequence[int]) -> list[Node]:
+    def _follow(self, root: Node, tokens: array[int], stops: Sequence[int], whole: Sequence[MediaSpan]) -> list[Node]:
         """The chain of known nodes that this very schedule would make."""
         path: list[Node] = []
         node, tree = root, self._stock.tree
         for start in range(0, len(tokens), BLOCK_TOKENS):
             block = tokens[start : start + BLOCK_TOKENS]
             end = start + len(block)
-            following = tree.get(block_key(node.key, block, prefill_schedule(start, end, _between(stops, start, end))))
+            cuts = [*_between(stops, start, end), *cut_by_image(whole, start, end)]
+            following = tree.get(block_key(node.key, block, prefill_schedule(start, end, cuts)))
             if following is None and self._share_decoded and len(block) == BLOCK_TOKENS:
                 following = next((c for c in node.children if is_decoded(c.schedule) and c.tokens == block), None)
             if following is None:
@@ -155,5 +164,5 @@ class Matcher:
 
 
 def _between(stops: Sequence[int], start: int, end: int) -> Sequence[int]:
-    """The stops strictly inside a block; the grid makes no cut there."""
+    """The stops strictly inside a block; the grid makes no cut there, and an image's end is added by the caller."""
     return stops[bisect_right(stops, start) : bisect_left(stops, end)] if stops else ()

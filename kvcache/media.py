@@ -5,7 +5,9 @@ holds. Here each position of an image carries a *symbol* instead: a number beyon
 image's key and the position inside the image. Whatever works on tokens (block keys, the tree, divergence, journals)
 then tells images apart without knowing of them, and a block that an image touches has the image in its key.
 
-    bit 31  set: an image position         bit 30  set: the image's first position         bits 0-29  drawn from the key
+    bit 31  set: an image position     bit 30  its first one     bit 29  its last one     bits 0-28  drawn from the key
+
+So a run of tokens shows by itself whether it ends inside an image.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ MediaKey = NewType("MediaKey", bytes)
 """32 bytes: SHA-256 over the decoded pixels and the settings they are prepared with."""
 
 MediaTag = NewType("MediaTag", bytes)
-"""What a run of symbols tells of its key: the first 8 of them, 240 bits. Stands for the key where only tokens are."""
+"""What a run of symbols tells of its key: the first 8 of them, 232 bits. Stands for the key where only tokens are."""
 
 IMAGE = 1 << 31
 FIRST = 1 << 30
-_DRAWN = FIRST - 1
+LAST = 1 << 29
+_DRAWN = LAST - 1
 _TAG_SYMBOLS = 8  # words in a SHA-256
 _RUN = re.compile(rb"[\x80-\xff][\x80-\xbf]*")  # any first symbol, then those that are not the first
-MIN_POSITIONS = 4  # fewer would tell less than 120 bits of the image
+MIN_POSITIONS = 4  # fewer would tell less than 116 bits of the image
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,18 @@ def symbols(key: MediaKey, count: int) -> array[int]:
             for at in range(0, 4 * min(_TAG_SYMBOLS, count - part), 4)
         )
     drawn[0] |= FIRST
+    drawn[-1] |= LAST
     return drawn
 
 
+def ends_inside(tokens: Sequence[int]) -> bool:
+    """Whether `tokens` end inside an image."""
+    return bool(tokens) and bool(tokens[-1] & IMAGE) and not tokens[-1] & LAST
+
+
 def tag_of(run: Sequence[int]) -> MediaTag:
-    """The tag of a run of symbols from its first one on."""
-    return MediaTag(b"".join(symbol.to_bytes(4, "little") for symbol in run[:_TAG_SYMBOLS]))
+    """The tag of a run of symbols from its first one on; its length is no part of it."""
+    return MediaTag(b"".join((symbol & ~LAST).to_bytes(4, "little") for symbol in run[:_TAG_SYMBOLS]))
 
 
 def tag_for(key: MediaKey, count: int) -> MediaTag:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcache.blocks import BLOCK_TOKENS
-from kvcache.media import MediaSpan, cut_inside
+from kvcache.layout import CacheLayout
+from kvcache.media import MediaSpan, cut_inside, spans_of
 
 NONCE_BYTES = 16
 
@@ -48,7 +49,7 @@ def plan_calls(
     `stops` are the places to keep; `end` is always one. `replay` are places where an earlier run cut, to be cut again
     so that the same state results. `whole` are images that no cut may split: one inside moves to the image's end.
     """
-    moved = partial(beyond, whole)
+    moved = partial(after_image, whole)
     wanted = {moved(p) for p in stops if start < p <= end} | {end}
     fixed = {start, end} | wanted | {moved(p) for p in replay if start < p < end}
     fixed |= {moved(p) for p in range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS)}
@@ -56,7 +57,12 @@ def plan_calls(
     return [Call(left, right, stop=right in wanted) for left, right in itertools.pairwise(sorted(fixed))]
 
 
-def beyond(whole: Sequence[MediaSpan], position: int) -> int:
+def whole_spans(tokens: Sequence[int], layout: CacheLayout) -> list[MediaSpan]:
+    """The images in `tokens` that no cut may split."""
+    return spans_of(tokens) if layout.whole_images else []
+
+
+def after_image(whole: Sequence[MediaSpan], position: int) -> int:
     """`position`, or the end of the image that it is inside of."""
     inside = cut_inside(whole, position)
     return position if inside is None else inside.end
@@ -64,7 +70,7 @@ def beyond(whole: Sequence[MediaSpan], position: int) -> int:
 
 def cut_by_image(whole: Sequence[MediaSpan], start: int, end: int) -> list[int]:
     """Where an image that goes beyond the block boundary `start` cuts [start, end): at its end, if that is inside."""
-    cut = beyond(whole, start)
+    cut = after_image(whole, start)
     return [cut] if start < cut < end else []
 
 

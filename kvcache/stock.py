@@ -14,7 +14,7 @@ from kvcache.eviction import Place
 from kvcache.layout import CacheLayout
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind, Tier
-from kvcache.restore import RestorePlan, disk_tokens, needed, plan_restore
+from kvcache.restore import RestorePlan, disk_tokens, may_stand, needed, plan_restore
 from kvcache.store import TieredStore
 from kvcache.thinning import Boundary, surplus_states, surplus_windows
 from kvcache.tree import BlockTree, Node
@@ -32,7 +32,8 @@ class Stock:
         return self.store.locate(record) is not None
 
     def restorable(self, node: Node) -> bool:
-        return all(self.has(record) for record, _ in needed(node.path(), self.layout, logits=False))
+        here = may_stand(node, self.layout)
+        return here and all(self.has(record) for record, _ in needed(node.path(), self.layout, logits=False))
 
     def records_of(self, node: Node) -> list[RecordId]:
         """What makes the end of `node` usable, next-token logits included."""

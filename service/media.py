@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from kvcache.media import MediaKey
 
@@ -19,14 +21,13 @@ from kvcache.media import MediaKey
 class Picture:
     """A decoded image, upright, without alpha. `pixels`: uint8, shape (height, width, 3)."""
 
-    pixels: Any  # an array; the plan's language, which knows these values, knows no numpy
+    pixels: np.ndarray
     digest: bytes  # 32 bytes: SHA-256 over size and pixels; equal for re-encoded equal pixels
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
-        height, width, _ = self.pixels.shape
-        return width, height
+        return self.pixels.shape[1], self.pixels.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +42,7 @@ class Prepared:
     key: MediaKey
     ids: tuple[int, ...]
     grid: tuple[int, ...]
-    inputs: Mapping[str, Any] | None
+    inputs: Mapping[str, np.ndarray] | None
 
     @property
     def shape(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -58,11 +59,16 @@ class ImageRefused(ValueError):
 
 
 class Preparer(Protocol):
-    """A model's image processor. An image takes the place of one `marker_id` that a chat template wrote."""
+    """A model's image processor. An image takes the place of one `marker_id` in a tokenized prompt.
+
+    `written` is what stands in a prompt's text in place of the marker that a chat template wrote, before the text is
+    tokenized: the marker with what the model's own processor writes around it.
+    """
 
     placeholder_id: int  # what callers see at image positions
     marker_id: int  # what a chat template puts where an image goes; the whole span stands in its place
     marker: str  # the same as text
+    written: str
     whole_images: bool  # the model must see an image's run in one call: attention inside it goes both ways
     opening: tuple[int, ...]  # token ids before an image that no template placed
     closing: tuple[int, ...]  # and behind it

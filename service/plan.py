@@ -7,13 +7,12 @@ A row is one sequence's state inside the engine, named by a small integer that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 from kvcache.media import MediaKey
 from kvcache.records import RecordKind
-from service.media import Prepared
 from service.request import Sampling
 
 RowId = NewType("RowId", int)
@@ -67,11 +66,22 @@ class RowImage:
         return self.start + len(self.ids)
 
 
+class TowerImage(Protocol):
+    """An image as a vision tower takes it: `service.media.Prepared`, whose arrays are no affair of a plan."""
+
+    @property
+    def key(self) -> MediaKey: ...
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> Mapping[str, Any] | None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encode:
     """One image for the vision tower; its features are kept in the engine and handed out."""
 
-    image: Prepared
+    image: TowerImage
 
     @property
     def key(self) -> MediaKey:

@@ -411,7 +411,7 @@ class Scheduler:
                 entry.left -= tokens
                 call = entry.calls.popleft()
                 calls.append((entry.row, call))
-                if call.stop or call.end % BLOCK_TOKENS == 0:
+                if call.stop or call.passed or call.end % BLOCK_TOKENS == 0:
                     break  # state is taken there, and a row's next call must not run before that
             if not entry.calls and (entry.row in may_end or not entry.demand.samples):
                 finished.append(entry)

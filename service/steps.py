@@ -169,7 +169,7 @@ class Steps:
             seq = rows.get(order.row)
             if seq is not None and not seq.rebuilding:
                 seq.prefill_seconds += result.prefill_seconds  # what the row waited for, neighbours included
-                rows.guard(order.row, self._prefilled, seq, order, ordered.takes.get(order.row), result)
+                rows.guard(order.row, self._prefilled, seq, order, ordered, result)
         for row in tick.finish_prefill:
             seq = rows.get(row)
             if seq is not None:
@@ -197,15 +197,18 @@ class Steps:
         self._opening.start()  # for those
         self._ends.check_time_limits(now)
 
-    def _prefilled(self, seq: Sequence, order: Prefill, take: Take | None, result: StepResult) -> None:
+    def _prefilled(self, seq: Sequence, order: Prefill, ordered: Orders, result: StepResult) -> None:
         saving = self._scheduler.state(seq.row) is State.SAVING
         seq.position += len(order.tokens)
         self._sight.passed(seq.row, seq.position)
         if not saving:
             seq.computed += len(order.tokens)
+        if order.passed:
+            passed = zip(order.passed, ordered.passed[seq.row], result.passed[seq.row], strict=True)
+            for capture, take, payloads in passed:
+                self._keeping.commit(seq, capture.end, payloads, take)
         if order.capture is not None:
-            assert take is not None
-            self._keep(seq, take, result, final=saving)
+            self._keep(seq, ordered.takes[seq.row], result, final=saving)
         if seq.work.progress and not saving:
             seq.emit(Prefilled(seq.position))
 

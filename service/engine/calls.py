@@ -12,9 +12,8 @@ import mlx.core as mx
 
 from kvcache.media import MediaKey
 from service.engine.heads import last_position
-from service.engine.upstream import make_prompt_cache
-from service.media import Prepared
-from service.plan import RowImage
+from service.engine.upstream import PADDING_MATTERS, make_prompt_cache
+from service.plan import RowImage, TowerImage
 
 Features = dict[str, mx.array]
 """What a vision tower made of one image, by names that its model's calls know."""
@@ -33,6 +32,9 @@ class Fed(NamedTuple):
 
 class Calls(Protocol):
     """One model. `caches` are a row's own in `prefill`, those of the batch, row by row, in `decode`."""
+
+    alone: str  # why rows must not share a decode call, where no short call would show it; empty: they may
+    copies_lone_rows: bool  # a batched cache of one row is copied at each call: better one of its own
 
     def caches(self) -> list:
         """Fresh caches for a row."""
@@ -55,7 +57,7 @@ class Calls(Protocol):
         """Feeds one token a row; next-token logits (rows, vocab)."""
         ...
 
-    def encode(self, image: Prepared) -> Features:
+    def encode(self, image: TowerImage) -> Features:
         """The features of one image, not evaluated yet."""
         ...
 
@@ -63,8 +65,11 @@ class Calls(Protocol):
 class TextCalls:
     """See `Calls`. Positions are counted by the caches themselves."""
 
+    copies_lone_rows = False
+
     def __init__(self, model) -> None:
         self._model = model
+        self.alone = PADDING_MATTERS.get(type(model).__module__, "")
         self._last_position = last_position(model)
 
     def caches(self) -> list:
@@ -83,7 +88,7 @@ class TextCalls:
     def decode(self, fed: Sequence[Fed], caches) -> mx.array:
         return self._model(mx.array([row.token for row in fed], dtype=mx.uint32)[:, None], cache=caches)[:, -1, :]
 
-    def encode(self, image: Prepared) -> Features:
+    def encode(self, image: TowerImage) -> Features:
         raise NoImages("this model sees no images")
 
 

@@ -94,7 +94,7 @@ class FakeEngine:
             self._rows.pop(row, None)
         needed = {image.key for row in self._rows.values() for image in row.order.images if image.end > row.position}
         self._features = {key: made for key, made in self._features.items() if key in needed}
-        for done in (result.picked, result.captured):
+        for done in (result.picked, result.captured, result.passed):
             for row in result.failed:
                 done.pop(row, None)
         return result
@@ -144,7 +144,16 @@ class FakeEngine:
         for image in row.order.images:
             touched = image.start < row.position + len(call.tokens) and image.end > row.position
             assert not touched or image.key in self._features, f"row {call.row} is fed an image that nobody has seen"
-        self._feed(row, call.tokens)
+        left = list(call.tokens)
+        passed: list[Payloads] = []
+        for what in call.passed:
+            count = what.end - len(row.tokens)
+            self._feed(row, left[:count])
+            left = left[count:]
+            passed.append(self._captured(row, what))
+        if passed:
+            result.passed[call.row] = tuple(passed)
+        self._feed(row, left)
         result.prefill_tokens += len(call.tokens)
         row.logits = row.state if call.logits else None
         if call.capture is not None:

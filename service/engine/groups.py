@@ -16,16 +16,16 @@ from service.engine.calls import Calls, Fed
 from service.plan import Capture, Payloads, RowId
 
 
-def decode_batch(layout: CacheLayout) -> DecodeBatch:
-    """An empty batch of the form that the layout allows."""
-    return OneCallEach(layout) if layout.alone else Groups(layout)
+def decode_batch(layout: CacheLayout, *, own: bool = False) -> DecodeBatch:
+    """An empty batch of the form that the layout allows. `own`: see `OneCall`."""
+    return OneCallEach(layout) if layout.alone else Groups(layout, own=own)
 
 
 class Groups:
     """A `DecodeBatch` of batches. Its rows are ordered batch by batch."""
 
-    def __init__(self, layout: CacheLayout) -> None:
-        self._empty = partial(OneCall, layout)
+    def __init__(self, layout: CacheLayout, *, own: bool = False) -> None:
+        self._empty = partial(OneCall, layout, own=own)
         self._calls: tuple[tuple[RowId, ...], ...] = ()
         self._homes: dict[RowId, OneCall] = {}
         self._batches: list[OneCall] = []

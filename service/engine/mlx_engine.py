@@ -21,6 +21,7 @@ import numpy as np
 from kvcache.layout import CacheLayout
 from kvcache.media import MediaKey
 from service.engine import cpu, features, layers
+from service.engine.batch import DecodeBatch
 from service.engine.calls import Fed, calls_of
 from service.engine.groups import decode_batch
 from service.engine.sampling import Mask, RowSampler, pick_all
@@ -83,7 +84,7 @@ class MlxEngine:
         self._calls = calls_of(model)
         self._layout = layout
         self._rows: dict[RowId, _Row] = {}
-        self._batch = decode_batch(layout)
+        self._batch = self._empty_batch()
         self._features = features.HeldFeatures(feature_bytes)
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -259,7 +260,7 @@ class MlxEngine:
 
     def _lose(self, rows: list[RowId], error: Exception, result: StepResult) -> None:
         """MLX raises once; what a failed evaluation left behind looks computed and may be rubbish. All of it goes."""
-        self._batch = decode_batch(self._layout)
+        self._batch = self._empty_batch()
         if len(rows) == 1:
             result.failed[rows[0]] = error
             return
@@ -307,6 +308,9 @@ class MlxEngine:
         if row.constraint is not None and row.constraint.took(pick.token):
             pick = replace(pick, last=True)
         result.picked[name] = pick
+
+    def _empty_batch(self) -> DecodeBatch:
+        return decode_batch(self._layout, own=self._calls.copies_lone_rows)
 
     # -- the batch ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from service.engine import layers
 from service.engine.calls import Calls, Fed, calls_of
 from service.engine.policies import policy_of
-from service.engine.upstream import PADDING_MATTERS, qualified_name
+from service.engine.upstream import qualified_name
 from service.footprint import Footprint
 
 _LENGTHS = (40, 17, 9, 1)  # the longest first: it is the only one that is not padded
@@ -61,11 +61,7 @@ def probe(model) -> Probed:
         for array in policy_of(leaf).capture(leaf, 0, 1).values()
     )
     fixed = sum(_fixed_bytes(leaf, spec) for leaf, spec in zip(longest, specs, strict=True))
-    alone = (
-        layout.alone
-        or PADDING_MATTERS.get(type(model).__module__)
-        or _why_alone(calls, rows, [Fed(prompt[-1], len(prompt)) for prompt in prompts])
-    )
+    alone = layout.alone or calls.alone or _why_alone(calls, rows, [Fed(prompt[-1], len(prompt)) for prompt in prompts])
     return Probed(layout=CacheLayout(tuple(specs), alone=alone), footprint=Footprint(per_token=per_token, fixed=fixed))
 
 

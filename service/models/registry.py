@@ -154,6 +154,13 @@ _TINY = (
 
 _TINY_VISION = (
     TinyVisionModel(name="tiny-qwen3_5-vl", summary="random weights, sees images: recurrent layers, three-axis places"),
+    TinyVisionModel(name="tiny-qwen3-vl", summary="random weights, sees images: three-axis places, deepstack"),
+    TinyVisionModel(name="tiny-gemma3-vl", summary="random weights, sees images whole: window of 64"),
+    TinyVisionModel(name="tiny-gemma4-vl", summary="random weights, sees images whole: window of 64, per-layer inputs"),
+    TinyVisionModel(name="tiny-smolvlm", summary="random weights, sees images in tiles"),
+    TinyVisionModel(name="tiny-mistral3", summary="random weights, sees images in rows with breaks between"),
+    TinyVisionModel(name="tiny-lfm2-vl", summary="random weights, sees images in tiles: short convolutions"),
+    TinyVisionModel(name="tiny-llava", summary="random weights, sees images of one size"),
 )
 
 DEFAULT = "smollm2"

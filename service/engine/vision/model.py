@@ -12,15 +12,14 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.media import IMAGE, MediaKey
-from service.engine.calls import Fed, Features
+from service.engine.calls import Features, Fed
 from service.engine.heads import shortened
 from service.engine.policies import is_window
 from service.engine.vision import upstream
 from service.engine.vision.families import Opens
 from service.engine.vision.places import place_behind, places
 from service.engine.vision.runs import Opened, Run, runs_of
-from service.media import Prepared
-from service.plan import RowImage
+from service.plan import RowImage, TowerImage
 
 ROWS = "rows"  # embeddings of the span, (positions, width)
 DEEP = "deep"  # what is added behind the first layers, (layers, image positions, width)
@@ -33,6 +32,8 @@ class NoFeatures(LookupError):
 class VisionCalls:
     """See `service.engine.calls.Calls`."""
 
+    copies_lone_rows = True
+
     def __init__(self, model, *, image_id: int, opens: Opens, merge: int = 0) -> None:
         """`merge`: patches a side that become one position, where places have three axes; 0: they have one."""
         self._model = model
@@ -41,6 +42,7 @@ class VisionCalls:
         self._image_id = image_id
         self._opens = opens
         self._merge = merge
+        self.alone = upstream.why_alone(model)
 
     def caches(self) -> list:
         return upstream.prompt_caches(self._model)
@@ -48,7 +50,7 @@ class VisionCalls:
     def place(self, position: int, images: Sequence[RowImage]) -> int:
         return place_behind(position, images, self._merge) if self._merge else position
 
-    def encode(self, image: Prepared) -> Features:
+    def encode(self, image: TowerImage) -> Features:
         if image.inputs is None:
             raise NoFeatures("the image's own arrays are gone")
         inputs = {name: mx.array(array) for name, array in image.inputs.items()}

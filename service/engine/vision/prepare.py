@@ -11,6 +11,8 @@ import threading
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
 from kvcache.media import MIN_POSITIONS, MediaKey
 from service.engine.vision import upstream
 from service.engine.vision.families import Family, Opens
@@ -30,24 +32,24 @@ class UpstreamPreparer:
         self.marker = str(getattr(self._processor, family.marker))
         self.marker_id = int(tokenizer.convert_tokens_to_ids(self.marker))
         self.whole_images = opened is not Opens.NO_LAYER
-        before, behind = family.around
-        self.opening = (int(tokenizer.convert_tokens_to_ids(before)),) if before else ()
-        self.closing = (int(tokenizer.convert_tokens_to_ids(behind)),) if behind else ()
+        head, tail = self._text_around(tokenizer)
+        self._trim = slice(len(head), -len(tail) or None)
+        self.written = tokenizer.decode(head) + self.marker + tokenizer.decode(tail)
+        before, behind = ((int(tokenizer.convert_tokens_to_ids(name)),) if name else () for name in family.around)
+        self.opening = (*head, *before)
+        self.closing = (*behind, *tail)
 
     def prepare(self, picture: Picture) -> Prepared:
-        from PIL import Image
-
-        image = Image.fromarray(picture.pixels)
+        width, height = picture.size
         try:
-            with self._lock:
-                ids, inputs = upstream.image_inputs(self._processor, self.marker, image)
+            ids, inputs = self._processed(picture.pixels)
         except ValueError as error:  # how processors refuse a shape
-            width, height = picture.size
             raise ImageRefused(
                 "IMAGE_SHAPE", f"the model takes no image of {width} x {height} pixels: {error}"
             ) from error
+        ids = ids[self._trim]
         if len(ids) < MIN_POSITIONS:
-            raise ImageRefused("IMAGE_SHAPE", f"the image takes {len(ids)} positions, fewer than {MIN_POSITIONS}")
+            raise ImageRefused("IMAGE_SHAPE", f"an image of {width} x {height} pixels takes {len(ids)} positions only")
         grid = tuple(int(n) for n in inputs["image_grid_thw"].reshape(-1)) if self._three_axes else ()
         return Prepared(
             key=MediaKey(hashlib.sha256(self._settings + picture.digest).digest()),
@@ -55,6 +57,22 @@ class UpstreamPreparer:
             grid=grid,
             inputs=inputs,
         )
+
+    def _processed(self, pixels: np.ndarray) -> tuple[list[int], dict[str, np.ndarray]]:
+        from PIL import Image
+
+        with self._lock:
+            return upstream.image_inputs(self._processor, self.marker, Image.fromarray(pixels))
+
+    def _text_around(self, tokenizer) -> tuple[list[int], list[int]]:
+        """Ids of plain text that the processor writes before and behind an image's own tokens.
+
+        Text belongs to the prompt: its tokens depend on what is beside it.
+        """
+        ids, _ = self._processed(np.zeros((64, 64, 3), dtype=np.uint8))
+        own = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        places = [place for place, number in enumerate(ids) if number in own]
+        return ids[: places[0]], ids[places[-1] + 1 :]
 
 
 def _settings(folder: Path) -> bytes:

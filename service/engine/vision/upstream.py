@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,11 @@ import mlx.core as mx
 import numpy as np
 
 INSTALL = "pip install 'kvfork[vision]'"
+
+PADDING_MATTERS = {
+    "mlx_vlm.models.mistral3.language.Ministral3": "attention is scaled for all rows by the place of the first of them",
+}
+"""Bodies that compute something else for a row beside others once one of them is long: no short call shows it."""
 
 _NOT_THE_IMAGE = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 """What processors give besides the image: the text around it."""
@@ -64,7 +70,9 @@ def load_processor(folder: Path, model_type: str):
     from transformers import AutoProcessor
 
     importlib.import_module(f"mlx_vlm.models.{model_type}")  # its processor is known once it is imported
-    processor = AutoProcessor.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the sides of it that hear and read videos
+        processor = AutoProcessor.from_pretrained(folder)
     own = load_image_processor(folder)
     if own is not None:
         processor.image_processor = own
@@ -73,17 +81,35 @@ def load_processor(folder: Path, model_type: str):
 
 def image_inputs(processor, text: str, image) -> tuple[list[int], dict[str, np.ndarray]]:
     """(ids, arrays) that a processor makes of `text` with one image in it; `image` is a PIL one."""
-    made = processor(text=text, images=[image], add_special_tokens=False)
+    if _one_side_for_all(processor):
+        made = processor(text=text, images=[image])
+    else:
+        made = processor(text=text, images=[image], add_special_tokens=False)
     ids = np.asarray(made["input_ids"]).reshape(-1).tolist()
+    if ids[0] == processor.tokenizer.bos_token_id:
+        ids = ids[1:]
+    if ids[-1] == processor.tokenizer.eos_token_id:
+        ids = ids[:-1]
     arrays = {
         name: np.asarray(value) for name, value in made.items() if name not in _NOT_THE_IMAGE and value is not None
     }
     return ids, arrays
 
 
+def _one_side_for_all(processor) -> bool:
+    """Whether it hands the keywords for its tokenizer to its image side too, which refuses them."""
+    return type(processor).__name__ == "LlavaProcessor"
+
+
 def language_model(model):
     """The part that is called with tokens and caches."""
     return model.language_model
+
+
+def why_alone(model) -> str:
+    """Why rows of this model must not share a decode call though short ones could; empty if they may."""
+    body = type(getattr(language_model(model), "model", model))
+    return PADDING_MATTERS.get(f"{body.__module__}.{body.__qualname__}", "")
 
 
 def image_token_id(config) -> int:
