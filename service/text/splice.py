@@ -60,7 +60,7 @@ class Placeholders:
 
     def require_all(self, text: str, at: str) -> None:
         """InvalidField unless the template kept every token run and every image, once."""
-        if self.images and (self.marker in text or any(text.count(image) != 1 for image in self.images)):
+        if self.marker and (self.marker in text or any(text.count(image) != 1 for image in self.images)):
             raise InvalidField.at(at, "the chat template leaves out or repeats an image: send raw parts")
         for placeholder in self.runs:
             if text.count(placeholder) != 1:
