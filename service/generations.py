@@ -95,7 +95,9 @@ class Generations:
                     # Also when the end is there already and was not read: the work was done, and asked for.
                     saving.cancelled = True
                     self._rt.loop.cancel(row, save=True)
-                    self._rt.spawn(self._save_cancelled(channel, owner, call, parent))
+                    held = ExitStack()
+                    self._rt.images(loaded, owner, held).hold_on(prompt.tokens)
+                    self._rt.spawn(self._save_cancelled(channel, owner, call, parent, held))
                 else:
                     self._rt.loop.cancel(row)
                     channel.close()
@@ -173,8 +175,10 @@ class Generations:
                 case Failed():
                     raise event.error
 
-    async def _save_cancelled(self, channel: Channel, owner: str, call: GenerateCall, parent: Snapshot | None) -> None:
-        """Nobody listens any more, but the state was asked for: waits for it and names it."""
+    async def _save_cancelled(
+        self, channel: Channel, owner: str, call: GenerateCall, parent: Snapshot | None, held: ExitStack
+    ) -> None:
+        """Nobody listens any more, but the state was asked for: waits for it and names it. `held`: its images."""
         assert call.save is not None
         try:
             while True:
@@ -184,6 +188,7 @@ class Generations:
                 if isinstance(event, Ended | Failed):
                     return
         finally:
+            held.close()
             channel.close()
             self._named(owner, call)
 

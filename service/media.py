@@ -22,14 +22,13 @@ if TYPE_CHECKING:  # the scheduler's language mentions images, and must load in 
 class Picture:
     """A decoded image, upright, without alpha. `pixels`: uint8, shape (height, width, 3)."""
 
-    pixels: Any  # an array; the plan's language, which knows these values, knows no numpy
+    pixels: np.ndarray
     digest: bytes  # 32 bytes: SHA-256 over size and pixels; equal for re-encoded equal pixels
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
-        height, width, _ = self.pixels.shape
-        return width, height
+        return self.pixels.shape[1], self.pixels.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +43,7 @@ class Prepared:
     key: MediaKey
     ids: tuple[int, ...]
     grid: tuple[int, ...]
-    inputs: Mapping[str, Any] | None
+    inputs: Mapping[str, np.ndarray] | None
 
     @property
     def shape(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -81,7 +81,9 @@ def resolve_prompt(
             check_token_ids(message.parts, model, f"{at}.chat.messages[{m}]")
         ends = {mark.message_count for mark in marks if mark.message_count is not None}  # each costs a rendering
         at_chat = f"{at}.chat"
-        images = Images(preparer.marker, tuple(_run(p) for p in pictures)) if preparer is not None else None
+        images = None
+        if preparer is not None:
+            images = Images(preparer.marker, preparer.written, tuple(_run(picture) for picture in pictures))
         if context:
             rendered = chat.append(codec, context, given, ends=ends, at=at_chat, images=images)
         else:

@@ -11,13 +11,16 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
 
 from service.images.header import Header, read_header
 from service.images.limits import INVALID, MAX_SIDE, SCAN_WORK, TOO_LARGE, ImageLimits
 from service.media import ImageRefused, Picture
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda p: p[:, ::-1],
@@ -51,6 +54,8 @@ def judge(data: bytes, mime_type: str, limits: ImageLimits) -> Header:
 
 def decode(header: Header) -> Picture:
     """The pixels of a file that was judged. Raises ImageRefused."""
+    from PIL import Image  # here, since a server of text models runs without it
+
     try:
         with Image.open(io.BytesIO(header.file), formats=[header.kind.name]) as image:
             if image.size != (header.width, header.height):
@@ -68,6 +73,8 @@ def decode(header: Header) -> Picture:
 
 
 def _rgb(image: Image.Image) -> np.ndarray:
+    from PIL import Image
+
     if image.mode.startswith("I"):
         return _deep_grey(image)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

@@ -158,6 +158,11 @@ class CallImages:
                 upload.layout = await self._layout_again(upload, self.preparer)
         return tuple(self._work_image(span.start, by_tag[span.tag], self.preparer) for span in spans)
 
+    def hold_on(self, tokens: Sequence[int]) -> None:
+        """Holds the images of a context for longer than the call that has them now."""
+        uploads = self.uploads.hold(self.owner, dict.fromkeys(span.tag for span in spans_of(tokens)))
+        self.held.callback(self.uploads.release, uploads or ())
+
     async def _take(self, image: ImagePart, path: str, preparer: Preparer) -> Upload:
         uploads = self.uploads
         if image.data is None:

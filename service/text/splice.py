@@ -21,9 +21,13 @@ from service.text.tokens import Span, TextCodec
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What stands for each image of a chat in the context, in reading order, and what a template writes for one."""
+    """What stands for each image of a chat in the context, in reading order.
+
+    A template writes `marker` for one, which then becomes `written`: the marker with text around it, or just that.
+    """
 
     marker: str
+    written: str
     runs: tuple[tuple[int, ...], ...]
 
 
@@ -31,19 +35,21 @@ class Images:
 class Placeholders:
     """Texts that stand for token runs; none of them occurs in the caller's own text.
 
-    `images` are those of images, in order; a template writes `marker` for each.
+    `images` are those of images, in order; see `Images` for the rest.
     """
 
     runs: dict[str, tuple[int, ...]]
     images: tuple[str, ...] = ()
     marker: str = ""
+    written: str = ""
 
     def place_images(self, rendered: str) -> str:
-        """A rendering, or the beginning of one, with each marker as its image's placeholder."""
+        """A rendering, or the beginning of one, with its image's placeholder for each marker."""
         if not self.images:
             return rendered
         pieces = rendered.split(self.marker)
-        names = [*self.images[: len(pieces) - 1], *[self.marker] * (len(pieces) - 1 - len(self.images)), ""]
+        names = [self.written.replace(self.marker, image) for image in self.images[: len(pieces) - 1]]
+        names += [*[self.marker] * (len(pieces) - 1 - len(names)), ""]
         return "".join(text + name for text, name in zip(pieces, names, strict=True))
 
     def split(self, text: str) -> list[str]:
@@ -54,7 +60,7 @@ class Placeholders:
 
     def require_all(self, text: str, at: str) -> None:
         """InvalidField unless the template kept every token run and every image, once."""
-        if self.images and (self.marker in text or any(text.count(image) != 1 for image in self.images)):
+        if self.marker and (self.marker in text or any(text.count(image) != 1 for image in self.images)):
             raise InvalidField.at(at, "the chat template leaves out or repeats an image: send raw parts")
         for placeholder in self.runs:
             if text.count(placeholder) != 1:
@@ -85,7 +91,7 @@ def to_turns(chat: ChatInput, images: Images | None = None) -> tuple[tuple[Turn,
                 if isinstance(part, ImagePart):
                     shown.append(placeholder)
         turns.append(Turn(message.role, content, tuple(shown[before:])))
-    return tuple(turns), Placeholders(runs, tuple(shown), images.marker if images is not None else "")
+    return tuple(turns), Placeholders(runs, tuple(shown), *((images.marker, images.written) if images else ()))
 
 
 def _run_of(images: Images | None, index: int) -> tuple[int, ...]:

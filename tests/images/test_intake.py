@@ -33,6 +33,7 @@ class OneCell:
     placeholder_id: int = 3
     marker_id: int = 3
     marker: str = "<image>"
+    written: str = "<image>"
     whole_images: bool = False
     opening: tuple[int, ...] = ()
     closing: tuple[int, ...] = ()

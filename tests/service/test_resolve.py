@@ -167,6 +167,7 @@ class Seer:
     placeholder_id: int = 450
     marker_id: int = 450
     marker: str = "<|image|>"
+    written: str = "<|image|>"
     whole_images: bool = False
     opening: tuple[int, ...] = (11,)
     closing: tuple[int, ...] = (12, 13)
@@ -283,3 +284,13 @@ def test_a_mark_inside_an_image_is_refused_with_the_image_s_ends() -> None:
         mark_positions([Mark(token_count=2), Mark(token_count=5)], made)
     assert (error.value.reason, error.value.metadata) == ("CUT_INSIDE_IMAGE", {"start": "2", "end": "8"})
     assert [v.field for v in error.value.fields] == ["marks[1].token_count"]
+
+
+def test_what_the_processor_writes_around_an_image_is_text_of_the_prompt(seeing: Callable[[str], TextCodec]) -> None:
+    codec = seeing(PARTS_TEMPLATE)
+    given = ChatInput(messages=(said(Role.USER, TextPart("a"), IMAGE_PART, TextPart("b")),))
+    made = resolve_prompt(codec, MODEL_WIDE, [], given, preparer=Seer(written="\n\n<|image|>\n\n"), pictures=(seen(1),))
+    (span,) = spans_of(made.tokens)
+    assert codec.text_of(made.tokens[: span.start]).endswith("user\na\n\n")
+    assert codec.text_of(made.tokens[span.end :]).startswith("\n\nb<|im_end|>")
+    assert "a\n\n<|image|>\n\nb" in made.text
