@@ -64,7 +64,7 @@ def logits(nodes: Sequence[Node]):
     return np.array(from_payload(nodes[-1].payloads[RecordKind.LOGITS])["logits"][0])
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_restore_beside_and_inside_images_is_bit_equal_to_a_cold_run(bench: VisionBench, which: int) -> None:
     context = contexts(bench)[which]
     for place in places(bench, context):
