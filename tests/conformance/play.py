@@ -16,7 +16,7 @@ from typing import Any
 from kvfork_client import Client, Sampling, Stopping
 
 from tests.conformance.drivers import Driver
-from tests.conformance.failing_peer import FailingPeer
+from tests.conformance.peers import PEERS
 from tests.conformance.scenarios import Row, Scenario, differences, read, server_differences
 from tests.e2e.live import LiveServer, until
 
@@ -83,9 +83,7 @@ def _play_one(
 ) -> list[str]:
     before = len(_rows(witnessed))
     given = {**scenario.given, "address": server.address}
-    peer = FailingPeer() if scenario.peer else None
-    if peer is not None:
-        given["peer"] = peer.address
+    peer = PEERS[scenario.peer](given) if scenario.peer else None
     drainer = _drain_once_busy(server) if scenario.drains else None
     try:
         told = ask({"scenario": scenario.id, "given": given})

@@ -73,6 +73,7 @@ fn code(error: &Error) -> &'static str {
         Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
         Code::OutOfRange => "OUT_OF_RANGE",
         Code::Unavailable => "UNAVAILABLE",
+        Code::Unauthenticated => "UNAUTHENTICATED",
         Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
         _ => "another",
     }
@@ -411,6 +412,25 @@ async fn retry(_: &Client, given: &Given) -> Seen {
     }))
 }
 
+#[cfg(feature = "tls")]
+async fn secured(_: &Client, given: &Given) -> Seen {
+    use kvfork::tls::{Certificate, ClientTlsConfig};
+
+    let peer = given.text("peer");
+    let trusting = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(std::fs::read(given.text("ca"))?));
+    let known = Client::builder(peer).tls(trusting.clone()).token(given.text("token")).build()?;
+    let stranger = Client::builder(peer).tls(trusting).build()?;
+    let without = failed(stranger.server_info().await)?;
+    let wary = Client::builder(peer).tls(ClientTlsConfig::new().with_native_roots()).retry(false).build()?;
+    let other = failed(wary.server_info().await)?;
+    Ok(json!({
+        "with_token": known.server_info().await?.instance,
+        "without_token": told(&without),
+        "other_roots": code(&other),
+        "token_in_clear_refused": Client::builder("example.org:443").token(given.text("token")).build().is_err(),
+    }))
+}
+
 async fn drain(client: &Client, given: &Given) -> Seen {
     let request = GenerateRequest { save: Some(SnapshotOptions::default()), ..given.ask(given.text("prompt")) };
     let mut generation = client.generate(request).await?;
@@ -446,6 +466,8 @@ async fn play(scenario: &str, client: &Client, given: &Given) -> Seen {
         "slow-reader" => slow_reader(client, given).await,
         "big-message" => big_message(client, given).await,
         "retry" => retry(client, given).await,
+        #[cfg(feature = "tls")]
+        "secured" => secured(client, given).await,
         "drain" => drain(client, given).await,
         _ => Err("this driver does not know the scenario".into()),
     }

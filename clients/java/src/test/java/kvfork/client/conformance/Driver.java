@@ -9,7 +9,9 @@ import static kvfork.client.Inputs.text;
 import com.google.gson.Gson;
 import com.google.gson.JsonObject;
 import com.google.protobuf.Duration;
+import io.grpc.TlsChannelCredentials;
 import java.io.BufferedReader;
+import java.io.File;
 import java.io.InputStreamReader;
 import java.io.PrintWriter;
 import java.io.StringWriter;
@@ -70,6 +72,7 @@ public final class Driver {
           Map.entry("slow-reader", Driver::slowReader),
           Map.entry("big-message", Driver::bigMessage),
           Map.entry("retry", Driver::retry),
+          Map.entry("secured", Driver::secured),
           Map.entry("drain", Driver::drain));
 
   /** What a scenario is given. */
@@ -440,6 +443,34 @@ public final class Driver {
           "told_not_to", told(no),
           "fork", made.size());
     }
+  }
+
+  private static Map<String, Object> secured(Client unused, Given given) throws Exception {
+    String peer = given.text("peer");
+    var trusting = TlsChannelCredentials.newBuilder().trustManager(new File(given.text("ca"))).build();
+    String instance;
+    try (Client known = Client.to(peer).tls(trusting).token(given.text("token")).build()) {
+      instance = known.serverInfo().getInstance();
+    }
+    KvforkException without;
+    try (Client stranger = Client.to(peer).tls(trusting).build()) {
+      without = failure(stranger::serverInfo);
+    }
+    KvforkException other;
+    try (Client wary = Client.to(peer).tls(TlsChannelCredentials.create()).retry(false).build()) {
+      other = failure(wary::serverInfo);
+    }
+    boolean refused = false;
+    try {
+      Client.to("example.org:443").token(given.text("token")).build().close();
+    } catch (IllegalArgumentException inTheClear) {
+      refused = true;
+    }
+    return seen(
+        "with_token", instance,
+        "without_token", told(without),
+        "other_roots", other.code().name(),
+        "token_in_clear_refused", refused);
   }
 
   private static Map<String, Object> drain(Client client, Given given) throws Exception {
