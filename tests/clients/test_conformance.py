@@ -7,7 +7,7 @@ import re
 import pytest
 from toolchains import missing
 
-from tests.conformance.drivers import DRIVERS, ToolchainMissing
+from tests.conformance.drivers import DRIVERS, Driver, ToolchainMissing, prepared
 from tests.conformance.play import Outcome, play
 from tests.conformance.scenarios import ROOT, Row, differences, read, server_differences
 from tests.conformance.table import TITLES, markdown
@@ -15,15 +15,18 @@ from tests.conformance.table import TITLES, markdown
 PAGE = ROOT / "docs" / "clients.md"
 
 
+def built(language: str) -> Driver:
+    try:
+        return prepared(language)
+    except ToolchainMissing as absent:
+        missing(str(absent))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # the first of these builds everything, with every dependency to fetch
 @pytest.mark.parametrize("language", DRIVERS)
 def test_a_client_does_what_every_client_does(language: str) -> None:
-    driver = DRIVERS[language]()
-    try:
-        driver.prepare()
-    except ToolchainMissing as absent:
-        missing(str(absent))
+    driver = built(language)
     outcomes = play(driver, read(), print)
 
     assert [f"{one.scenario}: {problem}" for one in outcomes for problem in one.problems] == []
@@ -34,11 +37,7 @@ def test_a_client_does_what_every_client_does(language: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("language", [name for name in DRIVERS if name != "python"])
 def test_a_clients_own_tests_pass(language: str) -> None:
-    driver = DRIVERS[language]()
-    try:
-        driver.prepare()
-    except ToolchainMissing as absent:
-        missing(str(absent))
+    driver = built(language)
     driver.run(driver.test)
 
 

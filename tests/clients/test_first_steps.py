@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from toolchains import missing
 
-from tests.conformance.drivers import CLIENTS, DRIVERS, ToolchainMissing
+from tests.conformance.drivers import CLIENTS, ToolchainMissing, prepared
 from tests.e2e.live import LiveServer
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -93,9 +93,9 @@ def server() -> Iterator[LiveServer]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("language", STEPS)
 def test_the_first_example_of_the_page_runs(language: str, server: LiveServer, tmp_path: Path) -> None:
-    driver, steps = DRIVERS[language](), STEPS[language]
+    steps = STEPS[language]
     try:
-        driver.prepare()  # what the page has its reader do once
+        driver = prepared(language)  # what the page has its reader do once
     except ToolchainMissing as absent:
         missing(str(absent))
     page = (CLIENTS / language / "README.md").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from service.models.cache_dir import cache_root
@@ -141,3 +142,11 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "rust": _rust,
     "java": _java,
 }
+
+
+@cache
+def prepared(language: str) -> Driver:
+    """The driver, built once for as long as this process lives. Raises ToolchainMissing or BuildFailed."""
+    driver = DRIVERS[language]()
+    driver.prepare()
+    return driver

@@ -27,7 +27,7 @@ import (
 )
 
 type given struct {
-	Address, Peer, Prompt, Missing, Model, Word, CA, Token string
+	Address, Peer, Prompt, Missing, Model, Word, CA, Token, Socket string
 	Times                                                  int
 	Appends                                                []string
 	MaxTokens                                              int     `json:"max_tokens"`
@@ -51,7 +51,7 @@ var plays = map[string]play{
 	"stream": stream, "marks": marks, "fork": fork, "rollback-exact": rollbackExact, "rollback-down": rollbackDown,
 	"errors": failures, "expired": expired, "stop": stop, "cancel-prefill": cancelPrefill, "cancel-decode": cancelDecode,
 	"deadline": deadline, "save-on-cancel": saveOnCancel, "abandoned": abandoned, "slow-reader": slowReader,
-	"big-message": bigMessage, "retry": retry, "secured": secured, "drain": drain,
+	"big-message": bigMessage, "retry": retry, "socket": socket, "secured": secured, "drain": drain,
 }
 
 // ask is a request for exactly as many tokens as are given, whatever the model says.
@@ -516,6 +516,20 @@ func retry(ctx context.Context, _ *kvfork.Client, g given) (seen, error) {
 		"before_started": before.Text, "after_started": seen{"code": code(after), "events": events},
 		"told_not_to": told(no), "fork": len(made),
 	}, nil
+}
+
+func socket(ctx context.Context, c *kvfork.Client, g given) (seen, error) {
+	other, err := kvfork.Dial(g.Socket, kvfork.WithToken(g.Token))
+	if err != nil {
+		return nil, err
+	}
+	defer other.Close()
+	there, err := other.ServerInfo(ctx)
+	if err != nil {
+		return nil, err
+	}
+	here, err := c.ServerInfo(ctx)
+	return seen{"same_instance": here.GetInstance() == there.Instance}, err
 }
 
 func secured(ctx context.Context, _ *kvfork.Client, g given) (seen, error) {

@@ -343,6 +343,11 @@ def retry(_: Client, given: Given) -> dict[str, Any]:
     }
 
 
+def socket(client: Client, given: Given) -> dict[str, Any]:
+    with Client(given["socket"], token=given["token"]) as other:
+        return {"same_instance": other.server_info().instance == client.server_info().instance}
+
+
 def secured(_: Client, given: Given) -> dict[str, Any]:
     tls = Tls(ca=given["ca"])
     with Client(given["peer"], token=given["token"], tls=tls) as client:
@@ -396,6 +401,7 @@ PLAYS: dict[str, Callable[[Client, Given], dict[str, Any]]] = {
     "slow-reader": slow_reader,
     "big-message": big_message,
     "retry": retry,
+    "socket": socket,
     "secured": secured,
     "drain": drain,
 }

@@ -412,6 +412,12 @@ async fn retry(_: &Client, given: &Given) -> Seen {
     }))
 }
 
+async fn socket(client: &Client, given: &Given) -> Seen {
+    let other = Client::builder(given.text("socket")).token(given.text("token")).build()?;
+    let (here, there) = (client.server_info().await?, other.server_info().await?);
+    Ok(json!({"same_instance": here.instance == there.instance}))
+}
+
 #[cfg(feature = "tls")]
 async fn secured(_: &Client, given: &Given) -> Seen {
     use kvfork::tls::{Certificate, ClientTlsConfig};
@@ -466,6 +472,7 @@ async fn play(scenario: &str, client: &Client, given: &Given) -> Seen {
         "slow-reader" => slow_reader(client, given).await,
         "big-message" => big_message(client, given).await,
         "retry" => retry(client, given).await,
+        "socket" => socket(client, given).await,
         #[cfg(feature = "tls")]
         "secured" => secured(client, given).await,
         "drain" => drain(client, given).await,

@@ -21,6 +21,7 @@ interface Given {
   address: string;
   peer: string;
   ca: string;
+  socket: string;
   token: string;
   prompt: string;
   times: number;
@@ -338,6 +339,11 @@ const plays: Record<string, (client: Client, given: Given) => Promise<Seen>> = {
       told_not_to: told(no),
       fork: made.length,
     };
+  },
+
+  async socket(client, given) {
+    await using other = new Client(given.socket, { token: given.token });
+    return { same_instance: (await other.serverInfo()).instance === (await client.serverInfo()).instance };
   },
 
   async secured(_, given) {

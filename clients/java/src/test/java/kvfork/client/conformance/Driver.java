@@ -72,6 +72,7 @@ public final class Driver {
           Map.entry("slow-reader", Driver::slowReader),
           Map.entry("big-message", Driver::bigMessage),
           Map.entry("retry", Driver::retry),
+          Map.entry("socket", Driver::socket),
           Map.entry("secured", Driver::secured),
           Map.entry("drain", Driver::drain));
 
@@ -442,6 +443,12 @@ public final class Driver {
           "after_started", seen("code", after.code().name(), "events", events.size()),
           "told_not_to", told(no),
           "fork", made.size());
+    }
+  }
+
+  private static Map<String, Object> socket(Client client, Given given) {
+    try (Client other = Client.to(given.text("socket")).token(given.text("token")).build()) {
+      return seen("same_instance", other.serverInfo().getInstance().equals(client.serverInfo().getInstance()));
     }
   }
 
