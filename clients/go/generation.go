@@ -59,7 +59,7 @@ func (c *Client) generate(ctx context.Context, request *pb.GenerateRequest, sour
 		return g
 	}
 	g.stream = stream
-	runtime.KeepAlive(g)
+	runtime.AddCleanup(g, func(cancel context.CancelFunc) { cancel() }, cancel)
 	return g
 }
 
@@ -150,7 +150,7 @@ func (g *Generation) Stop(ctx context.Context) (bool, error) {
 
 // Cancel gives up at once: nobody computes for nobody. Nothing more will come. After the end it does nothing.
 func (g *Generation) Cancel() {
-	g.given.Store(true); if g.finished == nil { return }
+	g.given.Store(true)
 	g.cancel()
 }
 

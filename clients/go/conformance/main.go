@@ -28,19 +28,19 @@ import (
 
 type given struct {
 	Address, Peer, Prompt, Missing, Model, Word, CA, Token, Socket string
-	Times                                                  int
-	Appends                                                []string
-	MaxTokens                                              int     `json:"max_tokens"`
-	MarkAt                                                 int     `json:"mark_at"`
-	CutAt                                                  int     `json:"cut_at"`
-	AfterDeltas                                            int     `json:"after_deltas"`
-	Words                                                  int     `json:"words"`
-	TooManyWords                                           int     `json:"too_many_words"`
-	TTLSeconds                                             int64   `json:"ttl_seconds"`
-	WaitSeconds                                            float64 `json:"wait_seconds"`
-	PauseSeconds                                           float64 `json:"pause_seconds"`
-	TimeoutSeconds                                         float64 `json:"timeout_seconds"`
-	SnapshotID                                             string  `json:"snapshot_id"`
+	Times                                                          int
+	Appends                                                        []string
+	MaxTokens                                                      int     `json:"max_tokens"`
+	MarkAt                                                         int     `json:"mark_at"`
+	CutAt                                                          int     `json:"cut_at"`
+	AfterDeltas                                                    int     `json:"after_deltas"`
+	Words                                                          int     `json:"words"`
+	TooManyWords                                                   int     `json:"too_many_words"`
+	TTLSeconds                                                     int64   `json:"ttl_seconds"`
+	WaitSeconds                                                    float64 `json:"wait_seconds"`
+	PauseSeconds                                                   float64 `json:"pause_seconds"`
+	TimeoutSeconds                                                 float64 `json:"timeout_seconds"`
+	SnapshotID                                                     string  `json:"snapshot_id"`
 }
 
 type seen = map[string]any
