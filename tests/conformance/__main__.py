@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.conformance.drivers import DRIVERS
+from tests.conformance.drivers import DRIVERS, ToolchainMissing, prepared
 from tests.conformance.play import Outcome, play
 from tests.conformance.scenarios import read
 from tests.conformance.table import markdown
@@ -27,9 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     scenarios = [one for one in read() if options.scenario is None or one.id in options.scenario]
     outcomes: list[Outcome] = []
     for language in options.languages or DRIVERS:
-        driver = DRIVERS[language]()
         _tell(f"{language:10} building")
-        driver.prepare()
+        try:
+            driver = prepared(language)
+        except ToolchainMissing as absent:
+            print(absent)
+            return 1
         outcomes += play(driver, scenarios, _tell)
     for outcome in outcomes:
         for problem in outcome.problems:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from service.models.cache_dir import cache_root
@@ -26,18 +27,22 @@ class ToolchainMissing(Exception):
 
 
 class BuildFailed(Exception):
-    """The text is what the build printed."""
+    """A build or a client's tests; the text is what they printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """One language. `needs` are programs; `build` commands run in `folder`, then `start` plays given an address."""
+    """One language. `needs` are programs; `build` commands run in `folder`, then `start` plays given an address.
+
+    `test` runs the client's own tests.
+    """
 
     language: str
     folder: Path
     start: Sequence[str]
     needs: Sequence[str] = ()
     build: Sequence[Sequence[str]] = ()
+    test: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -50,18 +55,22 @@ class Driver:
         if absent:
             raise ToolchainMissing(f"{self.language}: {', '.join(absent)} not on PATH")
         for command in self.build:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=BUILD_SECONDS,
-            )
-            if done.returncode != 0:
-                raise BuildFailed(f"{self.language}: {' '.join(command)}\n{done.stdout[-6000:]}")
+            self.run(command)
+
+    def run(self, command: Sequence[str]) -> None:
+        """Runs a command in the driver's folder. Raises BuildFailed."""
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BUILD_SECONDS,
+        )
+        if done.returncode != 0:
+            raise BuildFailed(f"{self.language}: {' '.join(command)}\n{done.stdout[-6000:]}")
 
 
 def _python() -> Driver:
@@ -82,6 +91,7 @@ def _go() -> Driver:
         folder=CLIENTS / "go",
         needs=["go"],
         build=[["go", "build", "-o", str(program), "./conformance"]],
+        test=["go", "test", "./..."],
         start=[str(program)],
         env={"CGO_ENABLED": "0"},
     )
@@ -94,6 +104,7 @@ def _typescript() -> Driver:
         folder=folder,
         needs=["node", "npm"],
         build=[["npm", "ci", "--no-audit", "--no-fund"], ["npm", "run", "build"]],
+        test=["npm", "test"],
         start=["node", "--expose-gc", str(folder / "dist" / "conformance" / "driver.js")],
     )
 
@@ -104,7 +115,8 @@ def _rust() -> Driver:
         language="rust",
         folder=CLIENTS / "rust",
         needs=["cargo"],
-        build=[["cargo", "build", "--quiet", "--example", "conformance"]],
+        build=[["cargo", "build", "--quiet", "--examples"]],
+        test=["cargo", "test", "--quiet", "--lib"],
         start=[str(target / "debug" / "examples" / "conformance")],
         env={"CARGO_TARGET_DIR": str(target)},
     )
@@ -118,6 +130,7 @@ def _java() -> Driver:
         folder=folder,
         needs=["java", "mvn"],
         build=[["mvn", "--batch-mode", "--quiet", "-DskipTests", "test-compile", "dependency:copy-dependencies"]],
+        test=["mvn", "--batch-mode", "--quiet", "test"],
         start=["java", "-cp", classpath, "kvfork.client.conformance.Driver"],
     )
 
@@ -129,3 +142,11 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "rust": _rust,
     "java": _java,
 }
+
+
+@cache
+def prepared(language: str) -> Driver:
+    """The driver, built once for as long as this process lives. Raises ToolchainMissing or BuildFailed."""
+    driver = DRIVERS[language]()
+    driver.prepare()
+    return driver

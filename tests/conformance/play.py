@@ -16,7 +16,7 @@ from typing import Any
 from kvfork_client import Client, Sampling, Stopping
 
 from tests.conformance.drivers import Driver
-from tests.conformance.failing_peer import FailingPeer
+from tests.conformance.peers import PEERS
 from tests.conformance.scenarios import Row, Scenario, differences, read, server_differences
 from tests.e2e.live import LiveServer, until
 
@@ -51,11 +51,12 @@ def play(driver: Driver, scenarios: Sequence[Scenario], tell: Callable[[str], No
         witnessed = Path(folder) / "rows"
         witnessed.touch()
         env = {"TESTS_WITNESS": str(witnessed)}
-        with LiveServer(MODEL, *FLAGS, module="tests.conformance.witness", env=env) as server:
+        listening = ("--unix-socket", str(Path(folder) / "socket"))
+        with LiveServer(MODEL, *FLAGS, *listening, module="tests.conformance.witness", env=env) as server:
             reference = _reference(server)
             with _conversation(driver, server.address, Path(folder) / "stderr") as ask:
                 for scenario in sorted(scenarios, key=lambda one: one.drains):
-                    problems = _play_one(scenario, server, witnessed, reference, ask)
+                    problems = _play_one(scenario, server, witnessed, reference, ask, socket=listening[1])
                     tell(f"{driver.language:10} {scenario.id:16} {'ok' if not problems else 'FAILED'}")
                     outcomes.append(Outcome(language=driver.language, scenario=scenario.id, problems=tuple(problems)))
     return outcomes
@@ -80,12 +81,12 @@ def _play_one(
     witnessed: Path,
     reference: dict[int, str],
     ask: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    socket: str,
 ) -> list[str]:
     before = len(_rows(witnessed))
-    given = {**scenario.given, "address": server.address}
-    peer = FailingPeer() if scenario.peer else None
-    if peer is not None:
-        given["peer"] = peer.address
+    given = {**scenario.given, "address": server.address, "socket": f"unix:{socket}"}
+    peer = PEERS[scenario.peer](given) if scenario.peer else None
     drainer = _drain_once_busy(server) if scenario.drains else None
     try:
         told = ask({"scenario": scenario.id, "given": given})

@@ -22,7 +22,7 @@ class Scenario:
     observed: Mapping[str, Any]
     server: Mapping[str, int] = field(default_factory=dict)
     calls: Mapping[str, int] = field(default_factory=dict)  # at the peer, for a scenario that needs a failing server
-    peer: bool = False
+    peer: str = ""  # which peer of tests/conformance it is played against, besides the server
     drains: bool = False
 
 

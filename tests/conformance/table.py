@@ -16,7 +16,7 @@ Five languages with one small vocabulary: *client*, *snapshot*, *generation* (a 
 cancelled), *fork*, *rollback*, *receipt*, and errors with a reason and details. Each has a page that leads to the first
 text, fork and rollback: [Python](../clients/python/README.md), [Go](../clients/go/README.md),
 [TypeScript](../clients/typescript/README.md), [Rust](../clients/rust/README.md), [Java](../clients/java/README.md).
-For [Swift](../clients/swift/README.md) there is a recipe and a sample, built by nobody but their readers so far, and
+For [Swift](../clients/swift/README.md) there is a recipe and a sample, that nobody has built yet, and
 [grpcurl](../clients/grpcurl/README.md) needs none of it.
 
 Every client plays [the same scenarios](../clients/conformance/README.md) against the same kind of server, which is

@@ -5,6 +5,8 @@ package main
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -25,20 +27,20 @@ import (
 )
 
 type given struct {
-	Address, Peer, Prompt, Missing, Model, Word string
-	Times                                       int
-	Appends                                     []string
-	MaxTokens                                   int     `json:"max_tokens"`
-	MarkAt                                      int     `json:"mark_at"`
-	CutAt                                       int     `json:"cut_at"`
-	AfterDeltas                                 int     `json:"after_deltas"`
-	Words                                       int     `json:"words"`
-	TooManyWords                                int     `json:"too_many_words"`
-	TTLSeconds                                  int64   `json:"ttl_seconds"`
-	WaitSeconds                                 float64 `json:"wait_seconds"`
-	PauseSeconds                                float64 `json:"pause_seconds"`
-	TimeoutSeconds                              float64 `json:"timeout_seconds"`
-	SnapshotID                                  string  `json:"snapshot_id"`
+	Address, Peer, Prompt, Missing, Model, Word, CA, Token, Socket string
+	Times                                                          int
+	Appends                                                        []string
+	MaxTokens                                                      int     `json:"max_tokens"`
+	MarkAt                                                         int     `json:"mark_at"`
+	CutAt                                                          int     `json:"cut_at"`
+	AfterDeltas                                                    int     `json:"after_deltas"`
+	Words                                                          int     `json:"words"`
+	TooManyWords                                                   int     `json:"too_many_words"`
+	TTLSeconds                                                     int64   `json:"ttl_seconds"`
+	WaitSeconds                                                    float64 `json:"wait_seconds"`
+	PauseSeconds                                                   float64 `json:"pause_seconds"`
+	TimeoutSeconds                                                 float64 `json:"timeout_seconds"`
+	SnapshotID                                                     string  `json:"snapshot_id"`
 }
 
 type seen = map[string]any
@@ -49,7 +51,7 @@ var plays = map[string]play{
 	"stream": stream, "marks": marks, "fork": fork, "rollback-exact": rollbackExact, "rollback-down": rollbackDown,
 	"errors": failures, "expired": expired, "stop": stop, "cancel-prefill": cancelPrefill, "cancel-decode": cancelDecode,
 	"deadline": deadline, "save-on-cancel": saveOnCancel, "abandoned": abandoned, "slow-reader": slowReader,
-	"big-message": bigMessage, "retry": retry, "drain": drain,
+	"big-message": bigMessage, "retry": retry, "socket": socket, "secured": secured, "drain": drain,
 }
 
 // ask is a request for exactly as many tokens as are given, whatever the model says.
@@ -83,7 +85,7 @@ func seconds(count float64) time.Duration { return time.Duration(count * float64
 var names = map[codes.Code]string{
 	codes.Canceled: "CANCELLED", codes.InvalidArgument: "INVALID_ARGUMENT", codes.NotFound: "NOT_FOUND",
 	codes.DeadlineExceeded: "DEADLINE_EXCEEDED", codes.OutOfRange: "OUT_OF_RANGE", codes.Unavailable: "UNAVAILABLE",
-	codes.ResourceExhausted: "RESOURCE_EXHAUSTED",
+	codes.ResourceExhausted: "RESOURCE_EXHAUSTED", codes.Unauthenticated: "UNAUTHENTICATED",
 }
 
 func code(err error) string {
@@ -513,6 +515,49 @@ func retry(ctx context.Context, _ *kvfork.Client, g given) (seen, error) {
 	return seen{
 		"before_started": before.Text, "after_started": seen{"code": code(after), "events": events},
 		"told_not_to": told(no), "fork": len(made),
+	}, nil
+}
+
+func socket(ctx context.Context, c *kvfork.Client, g given) (seen, error) {
+	other, err := kvfork.Dial(g.Socket, kvfork.WithToken(g.Token))
+	if err != nil {
+		return nil, err
+	}
+	defer other.Close()
+	there, err := other.ServerInfo(ctx)
+	if err != nil {
+		return nil, err
+	}
+	here, err := c.ServerInfo(ctx)
+	return seen{"same_instance": here.GetInstance() == there.Instance}, err
+}
+
+func secured(ctx context.Context, _ *kvfork.Client, g given) (seen, error) {
+	pem, err := os.ReadFile(g.CA)
+	if err != nil {
+		return nil, err
+	}
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM(pem)
+	info := func(options ...kvfork.DialOption) (*pb.GetServerInfoResponse, error) {
+		c, err := kvfork.Dial(g.Peer, options...)
+		if err != nil {
+			return nil, err
+		}
+		defer c.Close()
+		return c.ServerInfo(ctx)
+	}
+	trusting := kvfork.WithTLS(&tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12})
+	with, err := info(trusting, kvfork.WithToken(g.Token))
+	if err != nil {
+		return nil, err
+	}
+	_, without := info(trusting)
+	_, other := info(kvfork.WithTLS(nil), kvfork.WithoutRetry())
+	_, refused := kvfork.Dial("example.org:443", kvfork.WithToken(g.Token))
+	return seen{
+		"with_token": with.Instance, "without_token": told(without), "other_roots": code(other),
+		"token_in_clear_refused": refused != nil,
 	}, nil
 }
 

@@ -2451,7 +2451,7 @@ const file_kvfork_v1_inference_service_proto_rawDesc = "" +
 	"\x0eCreateSnapshot\x12 .kvfork.v1.CreateSnapshotRequest\x1a!.kvfork.v1.CreateSnapshotResponse\x127\n" +
 	"\x04Fork\x12\x16.kvfork.v1.ForkRequest\x1a\x17.kvfork.v1.ForkResponse\x12C\n" +
 	"\bRollback\x12\x1a.kvfork.v1.RollbackRequest\x1a\x1b.kvfork.v1.RollbackResponse\x12L\n" +
-	"\vCountTokens\x12\x1d.kvfork.v1.CountTokensRequest\x1a\x1e.kvfork.v1.CountTokensResponseB\x02P\x01b\x06proto3"
+	"\vCountTokens\x12\x1d.kvfork.v1.CountTokensRequest\x1a\x1e.kvfork.v1.CountTokensResponseb\x06proto3"
 
 var (
 	file_kvfork_v1_inference_service_proto_rawDescOnce sync.Once

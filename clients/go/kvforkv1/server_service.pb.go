@@ -1219,7 +1219,7 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"ListModels\x12\x1c.kvfork.v1.ListModelsRequest\x1a\x1d.kvfork.v1.ListModelsResponse\x12C\n" +
 	"\bGetModel\x12\x1a.kvfork.v1.GetModelRequest\x1a\x1b.kvfork.v1.GetModelResponse\x12R\n" +
 	"\rGetCacheStats\x12\x1f.kvfork.v1.GetCacheStatsRequest\x1a .kvfork.v1.GetCacheStatsResponse\x12F\n" +
-	"\tTrimCache\x12\x1b.kvfork.v1.TrimCacheRequest\x1a\x1c.kvfork.v1.TrimCacheResponseB\x02P\x01b\x06proto3"
+	"\tTrimCache\x12\x1b.kvfork.v1.TrimCacheRequest\x1a\x1c.kvfork.v1.TrimCacheResponseb\x06proto3"
 
 var (
 	file_kvfork_v1_server_service_proto_rawDescOnce sync.Once

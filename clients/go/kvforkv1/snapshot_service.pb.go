@@ -991,7 +991,7 @@ const file_kvfork_v1_snapshot_service_proto_rawDesc = "" +
 	"\x0eUpdateSnapshot\x12 .kvfork.v1.UpdateSnapshotRequest\x1a!.kvfork.v1.UpdateSnapshotResponse\x12X\n" +
 	"\x0fExtendSnapshots\x12!.kvfork.v1.ExtendSnapshotsRequest\x1a\".kvfork.v1.ExtendSnapshotsResponse\x12U\n" +
 	"\x0eDeleteSnapshot\x12 .kvfork.v1.DeleteSnapshotRequest\x1a!.kvfork.v1.DeleteSnapshotResponse\x12W\n" +
-	"\x0eWatchSnapshots\x12 .kvfork.v1.WatchSnapshotsRequest\x1a!.kvfork.v1.WatchSnapshotsResponse0\x01B\x02P\x01b\x06proto3"
+	"\x0eWatchSnapshots\x12 .kvfork.v1.WatchSnapshotsRequest\x1a!.kvfork.v1.WatchSnapshotsResponse0\x01b\x06proto3"
 
 var (
 	file_kvfork_v1_snapshot_service_proto_rawDescOnce sync.Once

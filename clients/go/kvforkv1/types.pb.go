@@ -1875,7 +1875,7 @@ const file_kvfork_v1_types_proto_rawDesc = "" +
 	"\x13MISS_REASON_CORRUPT\x10\x04\x12\"\n" +
 	"\x1eMISS_REASON_CHEAPER_TO_COMPUTE\x10\x05\x12\x1a\n" +
 	"\x16MISS_REASON_PROVENANCE\x10\x06\x12\x17\n" +
-	"\x13MISS_REASON_THINNED\x10\aB\x02P\x01b\x06proto3"
+	"\x13MISS_REASON_THINNED\x10\ab\x06proto3"
 
 var (
 	file_kvfork_v1_types_proto_rawDescOnce sync.Once

@@ -28,6 +28,7 @@ from kvfork_client import (
     Snapshot,
     SnapshotNotFound,
     Stopping,
+    Tls,
     Usage,
 )
 
@@ -342,6 +343,32 @@ def retry(_: Client, given: Given) -> dict[str, Any]:
     }
 
 
+def socket(client: Client, given: Given) -> dict[str, Any]:
+    with Client(given["socket"], token=given["token"]) as other:
+        return {"same_instance": other.server_info().instance == client.server_info().instance}
+
+
+def secured(_: Client, given: Given) -> dict[str, Any]:
+    tls = Tls(ca=given["ca"])
+    with Client(given["peer"], token=given["token"], tls=tls) as client:
+        instance = client.server_info().instance
+    with Client(given["peer"], tls=tls) as client:
+        without = failure(client.server_info)
+    with Client(given["peer"], tls=True, retry=False, timeout=10) as client:
+        other = failure(client.server_info)
+    try:
+        Client("example.org:443", token=given["token"])
+        refused = False
+    except ValueError:
+        refused = True
+    return {
+        "with_token": instance,
+        "without_token": {"code": code(without), "reason": without.reason},
+        "other_roots": code(other),
+        "token_in_clear_refused": refused,
+    }
+
+
 def drain(client: Client, given: Given) -> dict[str, Any]:
     generation = client.generate(given["prompt"], stopping=length(given["max_tokens"]), save=True)
     first_deltas(generation, 1)
@@ -374,6 +401,8 @@ PLAYS: dict[str, Callable[[Client, Given], dict[str, Any]]] = {
     "slow-reader": slow_reader,
     "big-message": big_message,
     "retry": retry,
+    "socket": socket,
+    "secured": secured,
     "drain": drain,
 }
 

@@ -2,6 +2,7 @@
  * Plays the scenarios of clients/conformance with the TypeScript client: node driver.js ADDRESS. A scenario comes as one
  * JSON line on stdin, what was seen goes as one JSON line to stdout.
  */
+import { readFile } from "node:fs/promises";
 import { createInterface } from "node:readline";
 import { setTimeout as sleep } from "node:timers/promises";
 import {
@@ -19,6 +20,9 @@ import { type Delta, type Finished, FinishReason, Release, Rounding, type Usage 
 interface Given {
   address: string;
   peer: string;
+  ca: string;
+  socket: string;
+  token: string;
   prompt: string;
   times: number;
   max_tokens: number;
@@ -334,6 +338,33 @@ const plays: Record<string, (client: Client, given: Given) => Promise<Seen>> = {
       after_started: { code: after.code, events: seen.length },
       told_not_to: told(no),
       fork: made.length,
+    };
+  },
+
+  async socket(client, given) {
+    await using other = new Client(given.socket, { token: given.token });
+    return { same_instance: (await other.serverInfo()).instance === (await client.serverInfo()).instance };
+  },
+
+  async secured(_, given) {
+    const tls = { ca: await readFile(given.ca) };
+    await using known = new Client(given.peer, { tls, token: given.token });
+    const { instance } = await known.serverInfo();
+    await using stranger = new Client(given.peer, { tls });
+    const without = await failure(stranger.serverInfo());
+    await using wary = new Client(given.peer, { tls: true, retry: false });
+    const other = await failure(wary.serverInfo());
+    let refused = false;
+    try {
+      new Client("example.org:443", { token: given.token });
+    } catch {
+      refused = true;
+    }
+    return {
+      with_token: instance,
+      without_token: told(without),
+      other_roots: other.code,
+      token_in_clear_refused: refused,
     };
   },
 

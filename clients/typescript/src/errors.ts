@@ -94,7 +94,7 @@ export class KvforkError extends Error {
     const delay = error.findDetails(RetryInfoSchema)[0]?.retryDelay;
     const violations = error.findDetails(BadRequestSchema).flatMap((detail) => detail.fieldViolations);
     return new KvforkError({
-      code: codeNames[error.code] ?? "UNKNOWN",
+      code: codeNames[codeOf(error)] ?? "UNKNOWN",
       reason: info?.reason,
       text: error.rawMessage,
       metadata: info?.metadata,
@@ -107,11 +107,20 @@ export class KvforkError extends Error {
   }
 }
 
+/** The status code, with UNAVAILABLE for what Node says of the connection itself: TLS, a reset, no such socket. */
+function codeOf(error: ConnectError): Code {
+  const mayBeNodes = error.code === Code.Internal || error.code === Code.Aborted;
+  const { cause } = error;
+  return mayBeNodes && cause instanceof Error && "code" in cause && typeof cause.code === "string"
+    ? Code.Unavailable
+    : error.code;
+}
+
 /** Whether a call that failed so before any reply may be sent again as it is. */
 export function mayRepeat(thrown: unknown): boolean {
   return (
     thrown instanceof ConnectError &&
-    thrown.code === Code.Unavailable &&
+    codeOf(thrown) === Code.Unavailable &&
     !Number.isNaN(pushback(thrown) ?? 0)
   );
 }

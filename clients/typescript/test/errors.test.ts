@@ -42,6 +42,14 @@ test("a newer reason keeps its name, and gRPC's own errors have none", () => {
   assert.equal(KvforkError.from(new ConnectError("", Code.Unavailable)).reason, "");
 });
 
+test("what Node says of the connection is unavailable", () => {
+  const reset = Object.assign(new Error("reset"), { code: "ECONNRESET" });
+  const broken = new ConnectError("", Code.Aborted, undefined, undefined, reset);
+  assert.equal(KvforkError.from(broken).code, "UNAVAILABLE");
+  assert.equal(mayRepeat(broken), true);
+  assert.equal(KvforkError.from(new ConnectError("", Code.Aborted)).code, "ABORTED");
+});
+
 test("only unavailable is repeated, and not if the server says so", () => {
   const told = (value?: string) =>
     new ConnectError("", Code.Unavailable, value === undefined ? undefined : { "grpc-retry-pushback-ms": value });
