@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvcache.media import MediaKey
 
 if TYPE_CHECKING:  # the scheduler's language mentions images, and must load in no time
-    pass
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
