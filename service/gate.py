@@ -56,9 +56,9 @@ class Gate:
             try:
                 await place  # whoever leaves hands its place on: `inside` stays as it is
             except asyncio.CancelledError:
-                if place.done() and not place.cancelled():
+                if not place.cancelled():
                     self._leave(owner, line)  # it was handed on to a call that is no more
-                else:
+                elif place in line.waiting:  # else whoever left meanwhile has passed over it
                     line.waiting.remove(place)
                 raise
             waited = time.monotonic() - since

@@ -41,7 +41,7 @@ EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 3
 
 MAX_SEND_BYTES = 16 * 2**20
-MAX_STREAMS = 256  # of one connection
+MAX_STREAMS = 200  # of one connection: more calls wait at the client; fewer than an owner may have by default
 HEALTH_EVERY = 0.25  # seconds: a probe's period is 1 s or more
 LINGER = 0.5  # seconds of listening after health has turned, for those who look before they call
 GRACE = 5.0  # seconds for what is written to reach slow readers
@@ -65,7 +65,7 @@ def options(config: Config) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         # Two pings too early are forgiven; the third ends the connection.
         ("grpc.http2.max_ping_strikes", 2),
-        # A connection has as many calls as an owner may have and no more, known or not; the default is no limit.
+        # Known or not; the default is no limit.
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Each takes a file descriptor, of which the store needs some too.
         ("grpc.max_allowed_incoming_connections", config.max_connections),

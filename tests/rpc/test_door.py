@@ -419,7 +419,7 @@ def test_a_connection_has_so_many_streams():
                 int.from_bytes(settings[2][at : at + 2], "big"): int.from_bytes(settings[2][at + 2 : at + 6], "big")
                 for at in range(0, len(settings[2]), 6)
             }
-            assert pairs[3] == 256  # SETTINGS_MAX_CONCURRENT_STREAMS
+            assert pairs[3] == 200  # SETTINGS_MAX_CONCURRENT_STREAMS
             assert pairs[6] == 16 * 1024  # SETTINGS_MAX_HEADER_LIST_SIZE
             await wire.close()
 

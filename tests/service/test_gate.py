@@ -110,6 +110,20 @@ def test_a_place_handed_to_a_call_that_is_cancelled_at_that_moment_goes_on(steps
     asyncio.run(story())
 
 
+def test_calls_that_all_end_at_once_leave_nothing_behind():
+    async def story() -> None:
+        calls = Calls(Gate(2))
+        for number in range(20):
+            await calls.come(f"a{number}")
+        for task in calls.tasks.values():  # in one turn of the loop, those inside first
+            task.cancel()
+        ended = await asyncio.gather(*calls.tasks.values(), return_exceptions=True)
+        assert [type(each) for each in ended] == [asyncio.CancelledError] * 20
+        assert calls.gate._lines == {}
+
+    asyncio.run(story())
+
+
 def test_no_limit_lets_everybody_in():
     async def story() -> None:
         calls = Calls(Gate(0))
