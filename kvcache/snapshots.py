@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvcache.media import MediaSpan, MediaTag, spans_of
 from kvcache.tree import Node
 
 TOMBSTONE_SECONDS = 3600.0
@@ -89,6 +90,7 @@ class Snapshot:
     last_use: float
     ttl: float  # idle seconds to live
     expires: float  # a promise: never earlier than this
+    images: tuple[MediaSpan, ...] = ()  # in the prefix
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     uses: int = 0
@@ -104,16 +106,26 @@ class Snapshot:
         """The id it was derived from, or ""."""
         return self.lineage[-1] if self.lineage else ""
 
+    @property
+    def media(self) -> frozenset[MediaTag]:
+        """Of the images in the prefix, each once."""
+        return frozenset(span.tag for span in self.images)
+
     def touch(self, now: float) -> None:
         """Counts as use: pushes the expiry out, never in."""
         self.last_use = max(self.last_use, now)
         self.expires = max(self.expires, now + self.ttl)
 
 
+def images_of(node: Node) -> tuple[MediaSpan, ...]:
+    """The images in the prefix that ends at `node`."""
+    return tuple(spans_of(node.all_tokens()))
+
+
 class SnapshotRegistry:
     """Names of all owners."""
 
-    def __init__(self, *, max_per_owner: int, max_pinned: int, forget: Callable[[Snapshot], None]) -> None:
+    def __init__(self, *, max_per_owner: int, max_pinned: int, forget: Callable[[Snapshot, GoneReason], None]) -> None:
         self._by_id: dict[tuple[str, str], Snapshot] = {}
         self._by_owner: dict[str, dict[str, Snapshot]] = {}
         self._tombs: dict[str, OrderedDict[str, tuple[GoneReason, float]]] = {}
@@ -135,7 +147,8 @@ class SnapshotRegistry:
             snapshot = None
         if snapshot is not None:
             return snapshot
-        tomb = self._tombs[owner].get(snapshot_id) if owner in self._tombs else None
+        tombs = self._tombs.get(owner)
+        tomb = tombs.get(snapshot_id) if tombs is not None else None
         if tomb is not None and now - tomb[1] < TOMBSTONE_SECONDS:
             raise GoneSnapshot(snapshot_id, tomb[0], tomb[1])
         raise UnknownSnapshot(snapshot_id, f"no snapshot {snapshot_id}")
@@ -174,7 +187,11 @@ class SnapshotRegistry:
         tombs[snapshot.id] = (reason, now)
         while len(tombs) > TOMBSTONE_LIMIT or now - next(iter(tombs.values()))[1] >= TOMBSTONE_SECONDS:
             tombs.popitem(last=False)
-        self._forget(snapshot)
+        self._forget(snapshot, reason)
+
+    def has(self, snapshot: Snapshot) -> bool:
+        """Whether this very snapshot still has its name."""
+        return self._by_id.get((snapshot.owner, snapshot.id)) is snapshot
 
     def of(self, owner: str) -> list[Snapshot]:
         """The owner's snapshots, oldest first."""

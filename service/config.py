@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from kvcache.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy, Checkpoints
 from service.auth.callers import owner_names
 from service.config_file import ConfigError, read_file
 
@@ -45,6 +46,8 @@ FOREIGN_VARIABLES = frozenset(
 
 MIB = 2**20
 GIB = 2**30
+
+MOST_PIXELS = 89_000_000  # beyond it the image library warns, and a picture takes a gigabyte while it is decoded
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", re.IGNORECASE)
@@ -81,9 +84,14 @@ class Config:
     max_batch: int = 8
     max_queue: int = 64
     max_request_bytes: int = 64 * MIB
+    max_images: int = 32
+    max_image_bytes: int = 32 * MIB
+    max_image_pixels: int = 4096 * 4096
+    image_bytes: int = 512 * MIB
     max_fork_branches: int = 64
     max_snapshots: int = 10_000
     max_pinned: int = 1_000
+    max_watches: int = 16
     default_ttl: float = 3600.0
     max_ttl: float = 7 * 86400.0
     default_max_tokens: int = 512
@@ -94,8 +102,8 @@ class Config:
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
-    checkpoints: str = "through"
-    state_spacing: int = 4
+    checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS.policy
+    state_spacing: int = DEFAULT_CHECKPOINTS.state_spacing
     daily_write_bytes: int | None = None  # None: no limit
     snapshot_wait: float = 10.0
     prefill_budget: int = 320
@@ -119,9 +127,20 @@ class Config:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
-        for name in ("max_queue", "max_pinned", "memory_bytes", "disk_bytes", "drain_seconds", "engine_restarts"):
+        for name in (
+            "max_images",
+            "image_bytes",
+            "max_queue",
+            "max_pinned",
+            "memory_bytes",
+            "disk_bytes",
+            "drain_seconds",
+            "engine_restarts",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative")
+        if self.max_image_pixels > MOST_PIXELS:
+            raise ConfigError(f"max_image_pixels: must be at most {MOST_PIXELS}")
         if not 0 < self.default_ttl <= self.max_ttl:
             raise ConfigError(f"default_ttl: must be above 0 and at most max_ttl ({self.max_ttl:g} s)")
         if self.key_file is not None and self.key_command:
@@ -129,10 +148,12 @@ class Config:
         if self.store_dir is None and (self.key_file is not None or self.key_command):
             name = "key_file" if self.key_file is not None else "key_command"
             raise ConfigError(f"{name}: is of no use without store_dir")
-        if self.checkpoints == "off" and self.store_dir is not None:
+        if self.checkpoints is CheckpointPolicy.OFF and self.store_dir is not None:
             raise ConfigError("checkpoints: off writes nothing, so store_dir would keep nothing; give one or the other")
-        if self.state_spacing < 0 or self.state_spacing == 1:
-            raise ConfigError("state_spacing: must be 0 (keep all) or at least 2")
+        try:
+            self.kept_on_the_way()
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if self.snapshot_wait < 0:
             raise ConfigError("snapshot_wait: must not be negative")
         if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
@@ -200,7 +221,11 @@ class Config:
     @property
     def disk_budget(self) -> int:
         """Bytes that the disk tier may take."""
-        return 0 if self.checkpoints == "off" else self.disk_bytes
+        return 0 if self.checkpoints is CheckpointPolicy.OFF else self.disk_bytes
+
+    def kept_on_the_way(self) -> Checkpoints:
+        """What store and cache keep of what a run passes. Raises ValueError if it makes no sense."""
+        return Checkpoints(policy=self.checkpoints, state_spacing=self.state_spacing)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environ: Mapping[str, str]) -> Config:
@@ -260,8 +285,11 @@ def _defaults(found: Mapping[str, Given]) -> dict[str, Given]:
 _AT_LEAST_ONE = (
     "max_batch",
     "max_request_bytes",
+    "max_image_bytes",
+    "max_image_pixels",
     "max_fork_branches",
     "max_snapshots",
+    "max_watches",
     "default_max_tokens",
     "active_bytes",
     "prefill_budget",
@@ -331,6 +359,10 @@ def _parse_path(text: str) -> Path:
     if not text:
         raise ValueError("must be a path")
     return Path(text).expanduser()
+
+
+def _parse_policy(text: str) -> CheckpointPolicy:
+    return CheckpointPolicy(_one_of(*(policy.value for policy in CheckpointPolicy))(text))
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -446,9 +478,26 @@ OPTIONS = (
         "most calls waiting for a row; beyond it a call fails at once with RESOURCE_EXHAUSTED and a time to retry",
     ),
     Option("max_request_bytes", parse_size, "SIZE", "largest request message"),
+    Option("max_images", _parse_count, "N", "most images of one request; 0 takes none"),
+    Option("max_image_bytes", parse_size, "SIZE", "largest image file"),
+    Option(
+        "max_image_pixels",
+        _parse_count,
+        "N",
+        "most pixels of one image, looked at before anything is decompressed; those of one request together may be "
+        "four times as many",
+    ),
+    Option(
+        "image_bytes",
+        parse_size,
+        "SIZE",
+        "image files held in memory: those that running calls and snapshots need, and recent ones, so that they can be "
+        "named by their digest; beyond it a call with another image fails with IMAGE_MEMORY",
+    ),
     Option("max_fork_branches", _parse_count, "N", "most children of one Fork"),
     Option("max_snapshots", _parse_count, "N", "most snapshots of one caller"),
     Option("max_pinned", _parse_count, "N", "most of them pinned, which neither time nor memory pressure removes"),
+    Option("max_watches", _parse_count, "N", "most snapshot watches of one caller at a time"),
     Option(
         "default_ttl",
         parse_seconds,
@@ -505,7 +554,7 @@ OPTIONS = (
     ),
     Option(
         "checkpoints",
-        _one_of("through", "marks", "off"),
+        _parse_policy,
         "POLICY",
         "which model state is stored on the way: through (every 256 tokens), marks (only what snapshots and marks "
         "need), off (as marks, in memory alone: nothing is written to disk)",
@@ -590,7 +639,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=_argument(_parse_path), metavar="FILE", help=f"settings, a TOML file [{FILE_VARIABLE}]"
     )
     for option in OPTIONS:
-        text = option.help if "(default:" in option.help else f"{option.help} (default: {shown(plain[option.name])})"
+        text = (
+            option.help
+            if "(default:" in option.help
+            else f"{option.help} (default: {shown(option.name, plain[option.name])})"
+        )
         arguments = {"type": _argument(option.parse), "metavar": option.metavar, "default": None, "dest": option.name}
         if option.parse is _parse_switch:
             arguments |= {"nargs": "?", "const": True}  # a bare flag switches on
@@ -639,13 +692,18 @@ def _argument(parse: Callable[[str], object]) -> Callable[[str], object]:
     return convert
 
 
-def shown(value: object) -> str:
-    """A value as its flag takes it."""
+_SIZES = frozenset(option.name for option in OPTIONS if option.parse is parse_size)
+
+
+def shown(name: str, value: object) -> str:
+    """The value of a setting as its flag takes it."""
     if isinstance(value, bool):
         return "1" if value else "0"
+    if isinstance(value, CheckpointPolicy):
+        return value.value
     if isinstance(value, float):
         return f"{value:g}s"
-    if isinstance(value, int) and value >= MIB and value % MIB == 0:
+    if name in _SIZES and isinstance(value, int) and value >= MIB and value % MIB == 0:
         return f"{value // MIB}MiB"
     if isinstance(value, tuple):
         return ",".join(str(part) for part in value) or "none"

@@ -15,6 +15,7 @@ from service.events import (
     ServerView,
     SnapshotView,
     StatsView,
+    Watched,
 )
 from service.request import (
     CountTokensCall,
@@ -61,6 +62,14 @@ class Inference(Protocol):
         self, owner: str, *, after: tuple[float, str] | None, limit: int, labels: dict[str, str], parent: str
     ) -> list[SnapshotView]:
         """Up to `limit` snapshots oldest first, those strictly after (create_time, name)."""
+        ...
+
+    def watch_snapshots(self, owner: str, labels: dict[str, str], resume_token: str) -> AsyncIterator[Watched]:
+        """What there is, Synced, then changes; ends by an error alone. Closing the iterator ends the watch."""
+        ...
+
+    def end_watches(self) -> None:
+        """All watches end: the server goes."""
         ...
 
     def update_snapshot(self, change: SnapshotChange, owner: str) -> SnapshotView: ...

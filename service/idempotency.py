@@ -1,10 +1,13 @@
 """Retries that are safe: a `request_id` seen before gets the reply it got. Scoped to caller and method.
 
-A call that failed or was cancelled is not remembered: its retry runs anew. Runs on the event loop.
+A call that failed or was cancelled is not remembered: its retry runs anew. Image files are remembered as their digest.
+Runs on the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from service.errors import InvalidField, RequestInProgress
 from service.events import Delta, Event, Finished, Marked, Started
-from service.request import GenerateCall
+from service.request import GenerateCall, ImagePart, Input, Part, RawInput, images_of
 
 MEMORY_SECONDS = 600.0
 MEMORY_CALLS = 10_000  # of one caller, who can flush nobody else's; the oldest go first
@@ -85,15 +88,16 @@ class Replays:
             key = (owner, method, call.request_id)
             if not call.request_id:
                 return await serve(call, owner)
-            known = self._known(key, call)
+            asked = await asyncio.to_thread(_slim, call) if _has_files(call) else call
+            known = self._known(key, asked)
             if known is not None:
                 return known  # type: ignore[return-value]  # what this very method replied
-            self._running[key] = call
+            self._running[key] = asked
             try:
                 reply = await serve(call, owner)
             finally:
                 del self._running[key]
-            self._remember(key, call, reply)
+            self._remember(key, asked, reply)
             return reply
 
         return once
@@ -106,6 +110,8 @@ class Replays:
         async def once(call: GenerateCall, owner: str) -> AsyncIterator[Event]:
             key = (owner, "Generate", call.request_id)
             asked, call = call, replace(call, deadline=None)  # the one field that a retry may change
+            if call.request_id and _has_files(call):
+                call = await asyncio.to_thread(_slim, call)
             known = self._known(key, call) if call.request_id else None
             if known is not None:
                 for event in known:  # type: ignore[attr-defined]  # a list of events, remembered below
@@ -171,6 +177,37 @@ def _size_of(value: object) -> int:
     if is_dataclass(value):
         return 50 + sum(_size_of(getattr(value, field.name)) for field in fields(value))
     return 8 + int(getattr(value, "nbytes", 0))  # an array has them
+
+
+def _has_files(call: object) -> bool:
+    inputs = [getattr(call, "input", None), *(branch.append for branch in getattr(call, "branches", ()))]
+    return any(image.data is not None for given in inputs for _, image in images_of(given))
+
+
+def _slim(call: C) -> C:
+    """The call with the digest of each image file in its place: what is kept for minutes must not be megabytes."""
+    changes: dict[str, Any] = {}
+    if getattr(call, "input", None) is not None:
+        changes["input"] = _slim_input(call.input)  # type: ignore[attr-defined]
+    if hasattr(call, "branches"):
+        changes["branches"] = tuple(
+            replace(branch, append=_slim_input(branch.append) if branch.append is not None else None)
+            for branch in call.branches
+        )
+    return replace(call, **changes)  # type: ignore[type-var]  # every call is a dataclass
+
+
+def _slim_input(given: Input) -> Input:
+    if isinstance(given, RawInput):
+        return replace(given, parts=tuple(_slim_part(part) for part in given.parts))
+    messages = [replace(message, parts=tuple(_slim_part(part) for part in message.parts)) for message in given.messages]
+    return replace(given, messages=tuple(messages))
+
+
+def _slim_part(part: Part) -> Part:
+    if isinstance(part, ImagePart) and part.data is not None:
+        return replace(part, data=None, sha256=hashlib.sha256(part.data).digest())
+    return part
 
 
 def _condensed(events: list[Event]) -> list[Event]:

@@ -51,13 +51,17 @@ class Recorder:
         self._ends.add(end)
 
     def capture(self, end: int, *, logits: bool, kinds: Collection[RecordKind] | None = None) -> Capture:
-        """What to take from the engine at `end`, the place of the last call: only what is not stored yet.
+        """What to take from the engine at `end`, a place that the last call passes or ends at: what is not stored yet.
 
-        `kinds`: the layer kinds that are worth keeping there; None: all of them.
+        `kinds`: the layer kinds that are worth keeping there; None: all of them. Beyond the block under construction,
+        where an image takes a call, all of it is taken: what it follows has no node yet.
         """
-        start = self._node.end
-        assert start < end <= start + BLOCK_TOKENS
-        wanted = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)
+        start = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert self._node.end <= start < end
+        if start > self._node.end:
+            wanted = self._cache.layout.kinds + ((RecordKind.LOGITS,) if logits else ())
+        else:
+            wanted = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)
         if kinds is not None:
             wanted = tuple(kind for kind in wanted if kind in kinds or kind is RecordKind.LOGITS)
         return Capture(start=start, end=end, kinds=wanted)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.checkpoints import CheckpointPolicy
 from service import config as settings
 from service.config import GIB, MIB, Config, ConfigError, add_arguments, parse_seconds, parse_size, split_address
 
@@ -78,6 +79,11 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "request_seconds": "23s",
         "share_prefixes": "on",
         "model": "gemma3",
+        "max_images": "24",
+        "max_image_bytes": "25MiB",
+        "max_image_pixels": "2097152",
+        "image_bytes": "26MiB",
+        "max_watches": "27",
         "max_batch": "3",
         "max_queue": "4",
         "max_request_bytes": "5MiB",
@@ -127,6 +133,11 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         request_seconds=23.0,
         share_prefixes=True,
         model="gemma3",
+        max_images=24,
+        max_image_bytes=25 * MIB,
+        max_image_pixels=2097152,
+        image_bytes=26 * MIB,
+        max_watches=27,
         max_batch=3,
         max_queue=4,
         max_request_bytes=5 * MIB,
@@ -142,7 +153,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         scratch_dir=Path("/var/tmp/k"),
         store_dir=Path("/var/lib/k"),
         key_file=Path("/etc/k.key"),
-        checkpoints="marks",
+        checkpoints=CheckpointPolicy.MARKS,
         state_spacing=2,
         daily_write_bytes=17 * MIB,
         snapshot_wait=18.0,
@@ -299,7 +310,7 @@ def test_a_unix_socket_alone():
         {"state_spacing": 1},
         {"daily_write_bytes": -1},
         {"snapshot_wait": -1.0},
-        {"checkpoints": "off", "store_dir": Path("s")},
+        {"checkpoints": CheckpointPolicy.OFF, "store_dir": Path("s")},
         {"default_ttl": 0.0},
         {"default_ttl": 100.0, "max_ttl": 99.0},
         {"model": ""},
@@ -336,5 +347,5 @@ def test_help_tells_every_flag_variable_and_default(capsys):
 
 
 def test_where_nothing_is_written_the_disk_has_no_room():
-    assert Config(checkpoints="off", disk_bytes=GIB).disk_budget == 0
-    assert Config(checkpoints="marks", disk_bytes=GIB).disk_budget == GIB
+    assert Config(checkpoints=CheckpointPolicy.OFF, disk_bytes=GIB).disk_budget == 0
+    assert Config(checkpoints=CheckpointPolicy.MARKS, disk_bytes=GIB).disk_budget == GIB

@@ -92,5 +92,5 @@ def toml_line(name: str, value: object, *, mask: bool = True) -> str:
         return f'#{key} = ""'
     if isinstance(value, bool):
         return f"{key} = {'true' if value else 'false'}"
-    text = shown(value)
+    text = shown(name, value)
     return f"{key} = {text if text.isdigit() else json.dumps(text, ensure_ascii=False)}"

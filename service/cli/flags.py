@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfork_client import Client, Constraint, InputLike, Sampling, SaveOptions, Stopping
+    from kvfork_client import Client, Constraint, Image, InputLike, Sampling, SaveOptions, Stopping
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"  # where `kvfork serve` listens
 
@@ -76,6 +76,27 @@ def form_flags(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="text is a user turn, put into the model's template (default)"
     )
     form.add_argument("--raw", action="store_true", help="text goes to the model as it is; for models without template")
+
+
+def image_flag(parser: argparse.ArgumentParser) -> None:
+    """Pictures before the text."""
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="PNG, JPEG or WebP, put before the text; repeatable",
+    )
+
+
+def images(args: argparse.Namespace) -> list[Image]:
+    """Raises UsageError for a file that cannot be read."""
+    from kvfork_client import Image
+
+    try:
+        return [Image.file(path) for path in args.image]
+    except OSError as error:
+        raise UsageError(f"--image: {error}") from None
 
 
 def keep_flags(parser: argparse.ArgumentParser) -> None:
@@ -185,16 +206,20 @@ def save_options(args: argparse.Namespace, snapshot_id: str = "") -> SaveOptions
     )
 
 
-def as_turn(text: str, *, raw: bool, system: str | None = None) -> InputLike:
-    """Text in the form asked for. Raises UsageError for instructions without a template to put them into."""
+def as_turn(text: str, *, raw: bool, system: str | None = None, images: Sequence[Image] = ()) -> InputLike:
+    """Text in the form asked for, `images` before it.
+
+    Raises UsageError for instructions without a template to put them into.
+    """
     from kvfork_client import Message
     from kvfork_client import raw as raw_input
 
     if raw:
         if system:
             raise UsageError("--system needs a chat template: leave out --raw, or write the instructions into the text")
-        return raw_input(text)
-    return [Message.system(system), Message.user(text)] if system else [Message.user(text)]
+        return raw_input(*images, text)
+    turn = Message.user(*images, text)
+    return [Message.system(system), turn] if system else [turn]
 
 
 def read_stdin() -> str:

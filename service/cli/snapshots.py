@@ -16,6 +16,7 @@ SNAPSHOTS_EPILOG = """\
 examples:
   kvfork snapshots list --label task=42
   kvfork snapshots get plan-0001
+  kvfork snapshots watch --label task=42               until Ctrl-C
   kvfork snapshots extend plan-0001 plan-0002 --ttl 3600
   kvfork snapshots delete plan-0001 --descendants
 """
@@ -54,6 +55,32 @@ def run_list(args: argparse.Namespace) -> int:
             return 0
         infos = [snapshot.info for snapshot in found]
     print(output.snapshot_table(infos) if infos else "no snapshots")
+    return 0
+
+
+def add_watch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--label", action="append", default=[], type=flags.label, metavar="K=V", help="only with it")
+    parser.add_argument("--resume", default="", metavar="TOKEN", help="go on behind this resume token; see --json")
+
+
+def run_watch(args: argparse.Namespace) -> int:
+    """Prints until Ctrl-C."""
+    from kvfork_client import Changed, Gone
+
+    with flags.connect(args) as client:
+        watch = client.watch(labels=dict(args.label), resume_token=args.resume, timeout=args.timeout)
+        with watch:
+            for event in watch:
+                if args.json:
+                    match event:
+                        case Changed(snapshot):
+                            output.print_json(changed=snapshot, resume_token=watch.resume_token)
+                        case Gone(name, reason):
+                            output.print_json(gone=name, reason=reason, resume_token=watch.resume_token)
+                        case _:
+                            output.print_json(synced=True, resume_token=watch.resume_token)
+                else:
+                    print(output.watch_line(event), flush=True)
     return 0
 
 

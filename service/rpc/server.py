@@ -134,6 +134,7 @@ class RpcServer:
     async def stop(self, grace: float | None = GRACE) -> None:
         """Closes the listener; what is still open after `grace` seconds is cancelled."""
         self._health.close()
+        self._core.end_watches()
         await self._server.stop(grace)
         for task in self._background:
             task.cancel()

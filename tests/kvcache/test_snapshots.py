@@ -33,7 +33,7 @@ class Names:
     def __init__(self, *, most: int = 100, pinned: int = 2) -> None:
         self.forgotten: list[str] = []
         self.registry = SnapshotRegistry(
-            max_per_owner=most, max_pinned=pinned, forget=lambda snapshot: self.forgotten.append(snapshot.id)
+            max_per_owner=most, max_pinned=pinned, forget=lambda snapshot, reason: self.forgotten.append(snapshot.id)
         )
 
     def add(self, id: str, *, owner: str = "a", end: int = 10, lineage: str = "", now: float = 0.0, ttl: float = 10.0,

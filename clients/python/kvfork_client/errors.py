@@ -10,7 +10,7 @@
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
     │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
     ├── ResourceExhausted            QueueFull, CallQuota, ActiveMemory, SnapshotQuota, PinQuota, StoreFull,
-    │                                ForkMemory, SlowReader, SlowSender, WatchOverflow
+    │                                ForkMemory, ImageMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota
     ├── Unavailable                  ServerDraining, ModelLoading, EngineDown, TlsFailed
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
@@ -53,6 +53,7 @@ __all__ = [
     "FieldViolation",
     "ForkMemory",
     "ImageInvalid",
+    "ImageMemory",
     "ImageNotHeld",
     "ImageTooLarge",
     "ImageUnsupported",
@@ -101,6 +102,7 @@ __all__ = [
     "Unimplemented",
     "Unknown",
     "WatchOverflow",
+    "WatchQuota",
     "WrongInstance",
 ]
 
@@ -365,6 +367,13 @@ class StoreFull(ResourceExhausted):
     advice = "release snapshots, or give the store more room"
 
 
+class ImageMemory(ResourceExhausted):
+    """metadata: needBytes, limitBytes."""
+
+    REASON = "IMAGE_MEMORY"
+    advice = "delete snapshots with images, or give the server more --image-bytes"
+
+
 class ForkMemory(ResourceExhausted):
     """Nothing was created. metadata: needBytes, freeBytes."""
 
@@ -385,6 +394,13 @@ class SlowSender(ResourceExhausted):
 class WatchOverflow(ResourceExhausted):
     REASON = "WATCH_OVERFLOW"
     advice = "start the watch over"
+
+
+class WatchQuota(ResourceExhausted):
+    """metadata: limit."""
+
+    REASON = "WATCH_QUOTA"
+    advice = "end a watch, or share one"
 
 
 class Unavailable(KVForkError):

@@ -88,8 +88,9 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheStats(self, request, context):
-        """Scheduler, memory and checkpoint store in numbers: of the whole server for
-        an admin, of its own snapshots and calls for any other caller.
+        """Scheduler, memory and checkpoint store in numbers, and the caller's rows:
+        of the whole server for an admin, of its own snapshots and calls for any
+        other caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
