@@ -12,11 +12,13 @@ from service.events import (
     Forked,
     ModelView,
     RolledBack,
+    RowView,
     ServerView,
     SnapshotView,
     StatsView,
     Watched,
 )
+from service.metering import Meter
 from service.request import (
     CountTokensCall,
     CreateSnapshotCall,
@@ -25,6 +27,7 @@ from service.request import (
     RollbackCall,
     SnapshotChange,
 )
+from service.tracing import Tracer
 
 
 class Inference(Protocol):
@@ -33,6 +36,16 @@ class Inference(Protocol):
     `owner` is who calls; every name is looked up within it. Cancelling the awaiting task (client gone, deadline)
     frees the work within one scheduler step.
     """
+
+    @property
+    def meter(self) -> Meter:
+        """What this process has done, in numbers."""
+        ...
+
+    @property
+    def tracer(self) -> Tracer:
+        """Who makes spans of calls."""
+        ...
 
     def generate(self, call: GenerateCall, owner: str, /) -> AsyncIterator[Event]:
         """Started, then Progress, Marked and Delta, then Finished. Closing the iterator cancels the generation."""
@@ -95,6 +108,10 @@ class Inference(Protocol):
         ...
 
     def stats(self) -> StatsView: ...
+
+    def rows(self, owner: str) -> list[RowView]:
+        """The owner's sequences that run or wait, oldest first."""
+        ...
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         """Evicts state down to these sizes once, as far as pins and uses allow; None leaves a tier alone."""

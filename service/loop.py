@@ -11,6 +11,7 @@ its works instead, and should it come back it goes on without them. `service.wat
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from pathlib import Path
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.errors import CorruptRecord
-from kvcache.records import FetchResult
+from kvcache.records import FetchResult, Tier
 from kvcache.schedule import Call
 from kvcache.tree import Node
 from service.engine import Engine
@@ -36,8 +37,10 @@ from service.errors import (
     RecomputeLimit,
     RowFailed,
 )
-from service.events import FinishReason
+from service.events import FinishReason, RowView
 from service.failures import not_begun, row_failure
+from service.forecast import Forecast
+from service.metering import Meter
 from service.parking import Parking, Place, Settled
 from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult
 from service.restores import Read, Restore, Restores
@@ -95,8 +98,10 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         *,
         snapshot_wait: float = SNAPSHOT_WAIT,
+        meter: Meter | None = None,
     ) -> None:
         """`snapshot_wait`: seconds that state which somebody asked for may wait for a full store to take it."""
+        self._meter = meter or Meter()
         self._load = load
         self._scheduler = scheduler
         self._flush = flush
@@ -225,6 +230,39 @@ class EngineLoop:
             return self._scheduler.count(*states)
         except RuntimeError:  # the engine thread changed the dictionary meanwhile; a number a moment old will do
             return len(self._sequences)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Working memory reserved by rows under way, at some recent moment."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # the engine thread changed the dictionary meanwhile
+                return self._scheduler.reserved_bytes
+
+    def foresee(self, demand: Demand, count: int) -> Forecast:
+        """What so many sequences would meet if they came at about this moment."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # as above
+                return self._scheduler.foresee(demand, count, self._clock())
+
+    def rows(self, owner: str) -> list[RowView]:
+        """The owner's sequences, oldest first, at some recent moment."""
+        now = self._clock()
+        found: list[RowView] = []
+        for seq in sorted(self._sequences.copy().values(), key=lambda seq: seq.row):
+            if seq.work.owner == owner:
+                state = self._scheduler.state(seq.row)
+                found.append(
+                    RowView(
+                        row=seq.row,
+                        phase=State.SAVING.value if state is State.DONE else state.value,  # or about to go
+                        prompt_tokens=seq.prompt_tokens,
+                        done_tokens=min(seq.position, seq.prompt_tokens),
+                        completion_tokens=seq.completion,
+                        age=now - seq.arrived,
+                        priority=seq.work.priority,
+                    )
+                )
+        return found
 
     def _post(self, message: _Submit | _End | _Arrived | _Written | None) -> None:
         with self._wake:
@@ -441,6 +479,12 @@ class EngineLoop:
         self._read(seq, self._cache.lookup(seq.work.owner, seq.tokens[: seq.position], base=base, keep=seq.work.keep))
 
     def _open(self, seq: Sequence, lookup: Lookup, read: FetchResult | None) -> None:
+        if read is not None and not seq.rebuilding:
+            self._meter.restored(
+                memory_bytes=read.bytes_from(Tier.MEMORY),
+                disk_bytes=read.bytes_from(Tier.DISK),
+                seconds=self._clock() - seq.admitted,
+            )
         if seq.rebuilding:
             calls = seq.rebuilt_from(lookup, read)
         else:
@@ -557,6 +601,12 @@ class EngineLoop:
     def _apply(self, tick: Tick, plan: StepPlan, result: StepResult) -> None:
         now = self._clock()
         self.tokens_prefilled += result.prefill_tokens
+        self._meter.stepped(
+            rows=len(plan.decode.rows) if plan.decode is not None else 0,
+            prefill_tokens=result.prefill_tokens,
+            prefill_seconds=result.prefill_seconds,
+            decode_seconds=result.decode_seconds,
+        )
         if result.prefill_tokens >= BLOCK_TOKENS:
             pace = result.prefill_seconds / result.prefill_tokens
             self._pace = min(self._pace, pace) if self._pace else pace
@@ -626,6 +676,7 @@ class EngineLoop:
                 until=self._clock() + self._snapshot_wait,
             )
             if self._parking.park(seq.row, place):
+                self._meter.store_waits += 1
                 self._scheduler.pause(seq.row)
                 self._ask_when_written()
                 return

@@ -18,6 +18,7 @@ from kvcache.errors import StoreError
 from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
+from service import facts
 from service.config import Config
 from service.engine import Engine
 from service.errors import (
@@ -32,6 +33,7 @@ from service.errors import (
 from service.events import Marked, ModelState, ModelView, SnapshotView
 from service.handles import RESOURCE, Handles, bare_id
 from service.loop import EngineLoop
+from service.metering import Meter
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
@@ -39,6 +41,7 @@ from service.resolve import Prompt, refuse_hopeless, resolve_prompt
 from service.text.constraint import Grammars
 from service.text.formats import Format
 from service.text.tokens import TextCodec
+from service.tracing import Tracer
 from service.work import Ended, Failed, NodeAt, Work
 
 CANCEL_SECONDS = 0.25  # how late a cancel may reach the server after a look that followed it
@@ -81,13 +84,15 @@ class Saving:
 class Runtime:
     """One per process, shared by everything that serves calls."""
 
-    def __init__(self, config: Config, model_view: ModelView, instance: str) -> None:
+    def __init__(self, config: Config, model_view: ModelView, instance: str, tracer: Tracer) -> None:
         self.config = config
         self.instance = instance
         self.model_view = model_view
         self.loaded: Loaded | None = None
         self.handles: Handles | None = None
         self.draining = False
+        self.meter = Meter()
+        self.tracer = tracer
         self.running: dict[str, Running] = {}
         self.saving: dict[tuple[str, str], Saving] = {}  # by (owner, id)
         self.loop: EngineLoop  # set by start
@@ -185,7 +190,8 @@ class Runtime:
     def submit(self, work: Work) -> tuple[Channel, RowId]:
         assert self.loaded is not None
         channel = Channel(self.loaded.cache.let_go)
-        return channel, self.loop.submit(work, self._outlet.emit_to(channel))
+        emit = self.tracer.following(work, self.meter.watching(work, self._outlet.emit_to(channel)))
+        return channel, self.loop.submit(work, emit)
 
     async def run(self, work: Work, parent: Snapshot | None) -> tuple[list[NodeAt], Usage]:
         """A work without generation, to its end. Returns held nodes in order; cancelling it leaves nothing behind."""
@@ -274,6 +280,7 @@ class Runtime:
         added: list[Snapshot] = []
         fresh: list[Snapshot] = []
         try:
+            facts.note(parent=f"snapshots/{parent.id}" if parent is not None else "")
             while left:
                 node, options = left.pop(0)
                 there = self.handles.has(options.snapshot_id, owner)
@@ -295,6 +302,7 @@ class Runtime:
         cache = self.loaded.cache
         there = bool(options.snapshot_id) and self.handles.has(options.snapshot_id, owner)
         snapshot = self.handles.add(owner, node, options, parent)
+        facts.note(snapshot=f"snapshots/{snapshot.id}")
         if options.durability is Durability.DISK and not snapshot.durable:
             error = await self._written(lambda done: cache.make_durable(snapshot, done))
             if error is not None:

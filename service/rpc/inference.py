@@ -31,7 +31,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         call = mapping_in.read_generate(request, self._limits, deadline=context.time_remaining())
         # The iterator is a generator in all but name: closing it is what frees the row, however this call ends.
         events = cast(AsyncGenerator[Event, None], self._core.generate(call, caller_of(context)))
-        async with Reader(context, events, patience=self._write_stall) as reader:
+        async with Reader(context, events, patience=self._write_stall, meter=self._core.meter) as reader:
             async for event in events:
                 await reader.write(mapping_out.write_event(event))
 
@@ -53,5 +53,5 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return mapping_out.write_rolled_back(await self._core.rollback(call, caller_of(context)))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
-        call = mapping_in.read_count_tokens(request)
+        call = mapping_in.read_count_tokens(request, self._limits)
         return mapping_out.write_counted(await self._core.count_tokens(call, caller_of(context)))

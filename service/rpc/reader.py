@@ -15,6 +15,7 @@ import grpc.aio
 
 from service.errors import SlowReader
 from service.events import Event
+from service.metering import Meter
 
 
 class Reader:
@@ -24,11 +25,17 @@ class Reader:
     """
 
     def __init__(
-        self, context: grpc.aio.ServicerContext[Any, Any], events: AsyncGenerator[Event, None], *, patience: float
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        events: AsyncGenerator[Event, None],
+        *,
+        patience: float,
+        meter: Meter,
     ) -> None:
         self._context = context
         self._events = events
         self._patience = patience
+        self._meter = meter
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Reader:
@@ -42,12 +49,16 @@ class Reader:
 
         Raises SlowReader if it took too long, and CancelledError if the reader went away meanwhile.
         """
-        timer = asyncio.get_running_loop().call_later(self._patience, self._give_up)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        timer = loop.call_later(self._patience, self._give_up)
         try:
             await written(self._context, message)
         finally:
             timer.cancel()
+            self._meter.stream_waits += loop.time() - began
         if self._closing is not None:
+            self._meter.slow_readers += 1
             text = f"the stream was not read for {self._patience:g} s"
             raise SlowReader(text, hint="read faster, or ask for larger deltas")
 

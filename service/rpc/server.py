@@ -24,6 +24,7 @@ from kvfork.v1 import inference_service_pb2_grpc, server_service_pb2_grpc, snaps
 from service.config import Config
 from service.core_api import Inference
 from service.rpc import health as health_rpc
+from service.rpc.counting import CountingInterceptor
 from service.rpc.health import HealthServicer
 from service.rpc.inference import InferenceServicer
 from service.rpc.interceptor import ErrorInterceptor
@@ -69,7 +70,9 @@ class RpcServer:
         self._core = core
         self._config = config
         self._health = HealthServicer()
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options(config))
+        self._server = grpc.aio.server(
+            interceptors=[CountingInterceptor(core.meter, core.tracer), ErrorInterceptor()], options=options(config)
+        )
         self._socket = UnixSocket(config.unix_socket) if config.unix_socket is not None else None
         self._watchdog: asyncio.Task[None] | None = None
         inference = InferenceServicer(core, write_stall=config.write_stall_seconds)
