@@ -123,9 +123,10 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
     tracer = otlp_tracer() if config.traces == "otlp" else NoTracer()
     try:
         core = Core(config, model_name, loader(config, folder, model_name, durable), durable, tracer)
-        metrics = await _metrics(core, config, model_name)
         await core.start()
+        metrics: MetricsServer | None = None
         try:
+            metrics = await _metrics(core, config, model_name)
             code = await serve(core, config, ready=ready)
         finally:
             if metrics is not None:
@@ -148,6 +149,7 @@ async def _metrics(core: Core, config: Config, model_name: str) -> MetricsServer
 
     metrics = Metrics(
         core.meter,
+        core.totals,
         core.stats,
         version=core.server().version,
         model=model_name,

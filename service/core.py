@@ -30,6 +30,7 @@ from service.open_store import OpenStore
 from service.outbox import Outlet
 from service.runtime import Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
+from service.totals import Totals
 from service.tracing import NoTracer, Tracer
 from service.watchdog import Watchdog
 from service.watching import Watches
@@ -104,7 +105,6 @@ class Core:
             self._new_scheduler(),
             outlet.flush,
             snapshot_wait=self._rt.config.snapshot_wait,
-            meter=self._rt.meter,
         )
         self._rt.start(engine_loop, outlet)
         self._rt.loop.start()
@@ -191,7 +191,7 @@ class Core:
             return _no_stats(self._rt.config)
         for snapshot in self._rt.loaded.cache.all_snapshots():
             tally[self._rt.handles.view(snapshot).residency] += 1
-        store = self._rt.loaded.cache.store.stats()
+        store, totals = self._rt.loaded.cache.store.stats(), self._rt.loop.totals
         count = self._rt.loop.count
         return StatsView(
             checkpoint_interval=BLOCK_TOKENS,
@@ -204,9 +204,9 @@ class Core:
             memory_limit_bytes=self._rt.config.memory_bytes,
             disk_bytes=store.file_bytes,
             disk_limit_bytes=self._rt.config.disk_budget,
-            prompt_tokens=self._rt.loop.prompt_tokens,
-            cached_tokens=self._rt.loop.cached_tokens,
-            recomputed_tokens=self._rt.loop.recomputed_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            recomputed_tokens=totals.recomputed_tokens,
             checkpoints_written=store.written.records,
             checkpoints_read=sum(usage.records for usage in store.read.values()),
             checkpoints_corrupt=store.corrupt,
@@ -233,7 +233,7 @@ class Core:
         """The owner's sequences, oldest first."""
         names = {int(running.row): (name, running.parent) for name, running in self._rt.running.items()}
         views = []
-        for view in self._rt.loop.rows(owner):
+        for view in self._rt.loop.views(owner):
             generation, parent = names.get(view.row, ("", ""))
             views.append(replace(view, generation=generation, parent=f"snapshots/{parent}" if parent else ""))
         return views
@@ -248,6 +248,11 @@ class Core:
                 await asyncio.to_thread(cache.store.trim, disk_bytes=disk_bytes)
             cache.sweep()  # names stay; nodes that nothing holds go
         return self.stats()
+
+    @property
+    def totals(self) -> Totals:
+        """What the engine thread has counted and measured; there once `start` was called."""
+        return self._rt.loop.totals
 
     def watches(self) -> int:
         """Snapshot watches that are open."""

@@ -294,8 +294,8 @@ class Derivations:
             miss_reason=lookup.miss_reason if known > lookup.position else MissReason.NONE,
             memory_bytes=memory_bytes,
             disk_bytes=disk_bytes,
-            load_seconds=rt.meter.predict_load(memory_bytes=memory_bytes, disk_bytes=disk_bytes),
-            prefill_seconds=rt.meter.prefill_pace.predict(total - lookup.position),
+            load_seconds=rt.loop.totals.predict_load(memory_bytes=memory_bytes, disk_bytes=disk_bytes),
+            prefill_seconds=rt.loop.totals.prefill_speed.predict(total - lookup.position),
             forecast=found,
         )
 

@@ -15,7 +15,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from service.events import StatsView
-from service.metering import Histogram, Meter
+from service.measures import Histogram
+from service.metering import Meter
+from service.totals import Totals
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -26,6 +28,7 @@ class Metrics(Collector):
     def __init__(
         self,
         meter: Meter,
+        totals: Totals,
         stats: Callable[[], StatsView],
         *,
         version: str,
@@ -37,6 +40,7 @@ class Metrics(Collector):
     ) -> None:
         """`ended`: names that ended, by reason."""
         self._meter = meter
+        self._totals = totals
         self._stats = stats
         self._about = {"version": version, "model": model}
         self._max_batch = max_batch
@@ -94,13 +98,13 @@ class Metrics(Collector):
         )
 
     def _tokens(self) -> Iterator[Metric]:
-        meter = self._meter
+        meter, totals = self._meter, self._totals
         for name, about, histogram in (
             ("kvfork_queue_seconds", "From a call's arrival to its admission.", meter.queue_seconds),
             ("kvfork_time_to_first_token_seconds", "From a call's arrival to its first token.", meter.ttft_seconds),
             ("kvfork_inter_token_seconds", "Between two tokens of a generation.", meter.gap_seconds),
-            ("kvfork_restore_seconds", "Reading the stored state of a sequence.", meter.restore_seconds),
-            ("kvfork_decode_batch_rows", "Sequences in a decode step.", meter.decode_rows),
+            ("kvfork_restore_seconds", "Reading the stored state of a sequence.", totals.restore_seconds),
+            ("kvfork_decode_batch_rows", "Sequences in a decode step.", totals.decode_rows),
         ):
             yield _histogram(name, about, histogram)
         yield _gauge("kvfork_decode_batch_rows_limit", "Most sequences in a decode step.", self._max_batch)
@@ -110,9 +114,9 @@ class Metrics(Collector):
             {(("source", source),): n for source, n in meter.prompt_tokens.copy().items()},
         )
         yield _counter("kvfork_completion_tokens", "Generated tokens.", meter.completion_tokens)
-        yield _counter("kvfork_prefill_tokens", "Tokens that went through prefill calls.", meter.prefill_tokens)
-        yield _counter("kvfork_prefill_seconds", "Seconds in prefill calls.", meter.prefill_seconds)
-        yield _counter("kvfork_decode_seconds", "Seconds in decode calls.", meter.decode_seconds)
+        yield _counter("kvfork_prefill_tokens", "Tokens that went through prefill calls.", totals.tokens_prefilled)
+        yield _counter("kvfork_prefill_seconds", "Seconds in prefill calls.", totals.prefill_seconds)
+        yield _counter("kvfork_decode_seconds", "Seconds in decode calls.", totals.decode_seconds)
 
     def _store(self, stats: StatsView) -> Iterator[Metric]:
         yield _gauge(
@@ -166,7 +170,7 @@ class Metrics(Collector):
         yield _counter(
             "kvfork_store_waits",
             "Times that state somebody asked for waited for a full queue.",
-            self._meter.store_waits,
+            self._totals.store_waits,
         )
         yield _counter("kvfork_store_write_errors", "Writes that failed.", stats.write_errors)
         yield _gauge("kvfork_store_writes_paused", "1 while writing rests after failures.", float(stats.writes_paused))

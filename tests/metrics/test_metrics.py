@@ -16,6 +16,8 @@ from service.events import StatsView
 from service.metering import Meter
 from service.metrics.collector import CONTENT_TYPE, Metrics
 from service.metrics.http import MetricsServer
+from service.plan import Decode, RowId, StepPlan, StepResult
+from service.totals import Totals
 
 DASHBOARD = Path(__file__).parents[2] / "service" / "metrics" / "dashboard.json"
 
@@ -26,9 +28,10 @@ STATS = StatsView(
 )  # fmt: skip
 
 
-def metrics(meter: Meter | None = None) -> Metrics:
+def metrics(meter: Meter | None = None, totals: Totals | None = None) -> Metrics:
     return Metrics(
         meter or busy(),
+        totals or measured(),
         lambda: STATS,
         version="0.1.0",
         model="tiny",
@@ -46,12 +49,17 @@ def busy() -> Meter:
     meter.queue_seconds.add(0.02)
     meter.ttft_seconds.add(0.3)
     meter.gap_seconds.add(99.0)
-    meter.stepped(rows=3, prefill_tokens=256, prefill_seconds=0.5, decode_seconds=0.1)
-    meter.restored(memory_bytes=10, disk_bytes=20, seconds=0.001)
     meter.prompt_tokens["disk"] = 512
     meter.sequences["generation", "eos"] = 1
     meter.completion_tokens = 7
     return meter
+
+
+def measured() -> Totals:
+    totals = Totals()
+    decode = Decode(rows=(RowId(1), RowId(2), RowId(3)), shared=(), captures={})
+    totals.stepped(StepPlan(decode=decode), StepResult(prefill_tokens=256, prefill_seconds=0.5, decode_seconds=0.1))
+    return totals
 
 
 def families(page: bytes) -> dict[str, Metric]:
@@ -99,7 +107,7 @@ def test_a_scrape_has_the_numbers() -> None:
 
 
 def test_a_fresh_process_can_be_scraped() -> None:
-    assert samples(metrics(Meter()).page())["kvfork_completion_tokens_total"] == 0.0
+    assert samples(metrics(Meter(), Totals()).page())["kvfork_completion_tokens_total"] == 0.0
 
 
 def test_names_follow_the_conventions_and_labels_are_few() -> None:

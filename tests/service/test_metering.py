@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvcache.receipt import MissReason, Usage
+from kvcache.records import FetchResult, Tier
 from service.errors import DeadlineUnmet
 from service.events import FinishReason, Timing
-from service.metering import Histogram, Meter, Pace
+from service.measures import Histogram, Pace
+from service.metering import Meter
 from service.plan import Picked
+from service.totals import Totals
 from service.work import Admitted, Ended, Failed, Tokens, Work, WorkEvent
 
 USAGE = Usage(
@@ -75,11 +78,17 @@ def test_a_failed_call_is_counted_by_its_reason_and_costs_no_tokens() -> None:
     assert not meter.prompt_tokens and not sum(meter.queue_seconds.counts)
 
 
-def test_restores_with_and_without_the_disk_have_paces_of_their_own() -> None:
-    meter = Meter()
-    meter.restored(memory_bytes=1000, disk_bytes=0, seconds=1.0)
-    assert meter.predict_load(memory_bytes=500, disk_bytes=0) == 0.5
-    assert meter.predict_load(memory_bytes=0, disk_bytes=1) is None
-    meter.restored(memory_bytes=50, disk_bytes=50, seconds=1.0)
-    assert meter.predict_load(memory_bytes=0, disk_bytes=200) == 2.0
-    assert meter.predict_load(memory_bytes=0, disk_bytes=0) == 0.0
+def test_restores_with_and_without_the_disk_have_speeds_of_their_own() -> None:
+    totals = Totals()
+
+    def read(memory: int, disk: int) -> FetchResult:
+        payloads = [bytes(memory), bytes(disk)]
+        return FetchResult(payloads=payloads, tiers=[Tier.MEMORY, Tier.DISK], sizes=[memory, disk])
+
+    totals.restored(read(1000, 0), 1.0)
+    assert totals.predict_load(memory_bytes=500, disk_bytes=0) == 0.5
+    assert totals.predict_load(memory_bytes=0, disk_bytes=1) is None
+    totals.restored(read(50, 50), 1.0)
+    assert totals.predict_load(memory_bytes=0, disk_bytes=200) == 2.0
+    assert totals.predict_load(memory_bytes=0, disk_bytes=0) == 0.0
+    assert sum(totals.restore_seconds.counts) == 2
