@@ -18,7 +18,6 @@ from service.engine import Engine
 from service.events import ModelState, ModelView
 from service.metrics.http import MetricsServer
 from service.open_store import KeySource, OpenStore, open_store
-from service.rpc.listen import CannotListen
 from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
@@ -111,10 +110,14 @@ class ModelHasChanged(Exception):
     """The model's files are others than at the start of the process."""
 
 
+class CannotStart(Exception):
+    """Something that the settings ask for cannot be had; the text says what."""
+
+
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
     """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
 
-    Raises StoreUnusable before anything else if there is a durable store and it cannot be opened, CannotListen if
+    Raises StoreUnusable before anything else if there is a durable store and it cannot be opened, CannotStart if
     metrics have no address to be at, TracesUnavailable without what makes traces.
     """
     durable: OpenStore | None = None
@@ -163,7 +166,7 @@ async def _metrics(core: Core, config: Config, model_name: str) -> MetricsServer
     try:
         address = await server.start(host, port)
     except OSError as error:
-        raise CannotListen(f"cannot listen on {config.metrics} for metrics: {error.strerror}") from error
+        raise CannotStart(f"cannot listen on {config.metrics} for metrics: {error.strerror}") from error
     if not ipaddress.ip_address(host).is_loopback:
         log.warning("metrics are open to whoever reaches %s; they hold numbers, and no names or texts", address)
     log.info("metrics at http://%s/metrics", address)

@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import PrefixCache
+from service.calls import Calls
 from service.config import Config
 from service.derivations import Derivations
 from service.directory import Directory
@@ -59,7 +60,8 @@ class Core:
         model = ModelView(name=f"models/{model_name}", state=ModelState.LOADING)
         instance = f"kvfork-{store.instance if store else secrets.token_hex(8)}"
         self._rt = Runtime(config, model, instance=instance, tracer=tracer or NoTracer())
-        self.meter, self.tracer = self._rt.meter, self._rt.tracer
+        self.meter = self._rt.meter
+        self.observer = Calls(self._rt.meter, self._rt.tracer)
         self._load = load
         self._boot_id = store.boot_id if store else secrets.token_hex(8)
         self._started = time.monotonic()

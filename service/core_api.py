@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from service.events import (
     Counted,
@@ -18,7 +19,6 @@ from service.events import (
     StatsView,
     Watched,
 )
-from service.metering import Meter
 from service.request import (
     CountTokensCall,
     CreateSnapshotCall,
@@ -27,7 +27,22 @@ from service.request import (
     RollbackCall,
     SnapshotChange,
 )
-from service.tracing import Tracer
+
+
+class Observer(Protocol):
+    """Hears of calls as they begin and end, and of how readers keep up."""
+
+    def call(self, method: str, metadata: Iterable[tuple[str, Any]]) -> AbstractContextManager[Callable[[str], None]]:
+        """Around one call ("kvfork.v1.InferenceService/Generate"); its value is to be told the status code's name."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """A stream's write has taken so long."""
+        ...
+
+    def gave_up(self) -> None:
+        """A generation was ended since nobody read it."""
+        ...
 
 
 class Inference(Protocol):
@@ -38,13 +53,8 @@ class Inference(Protocol):
     """
 
     @property
-    def meter(self) -> Meter:
-        """What this process has done, in numbers."""
-        ...
-
-    @property
-    def tracer(self) -> Tracer:
-        """Who makes spans of calls."""
+    def observer(self) -> Observer:
+        """Who wants to hear of calls."""
         ...
 
     def generate(self, call: GenerateCall, owner: str, /) -> AsyncIterator[Event]:

@@ -14,8 +14,7 @@ from kvcache.receipt import MissReason, Usage
 from kvcache.snapshots import GoneReason, Snapshot, SnapshotLimit
 from kvcache.tree import Node
 from service.errors import InvalidField, NotAnAncestor, RecomputeLimit, RollbackBeyondEnd
-from service.events import Counted, Created, Forked, PlanView, RolledBack
-from service.forecast import Admission
+from service.events import Admission, Counted, Created, Forked, PlanView, RolledBack
 from service.handles import Handles
 from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, PlanOptions, Release, RollbackCall, Rounding
 from service.resolve import Prompt, check_room, mark_positions

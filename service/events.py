@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcache.receipt import MissReason, Usage
-from service.forecast import Forecast
 
 
 class Residency(enum.Enum):
@@ -169,6 +168,27 @@ class RolledBack:
     snapshot: SnapshotView
     released: tuple[str, ...]
     usage: Usage
+
+
+class Admission(enum.Enum):
+    """What would become of a call."""
+
+    NOW = 1
+    QUEUED = 2
+    REFUSED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the scheduler foresees for calls that might come, all together.
+
+    `reason`: why not at once; ROWS_BUSY or an error's reason.
+    """
+
+    admission: Admission
+    reason: str
+    need_bytes: int  # of working state, for all of them
+    free_bytes: int  # reserved by nobody; `need_bytes` where memory is unbounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,8 @@ from pathlib import Path
 from kvcache.cache import PrefixCache
 from service.engine import Engine
 from service.errors import CallError, EngineFailed
-from service.events import RowView
+from service.events import Forecast, RowView
 from service.failures import not_begun
-from service.forecast import Forecast
 from service.plan import RowId, StepPlan, StepResult
 from service.scheduler import Demand, Scheduler, State
 from service.steps import Steps

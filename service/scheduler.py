@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.schedule import Call
+from service.events import Admission, Forecast
 from service.footprint import Footprint
-from service.forecast import Admission, Forecast
 from service.plan import RowId
 
 HIGHEST_PRIORITY = 10  # and -10 the lowest: what lies beyond counts as that

@@ -18,9 +18,8 @@ from kvcache.cache import PrefixCache
 from kvcache.checkpoints import Take
 from service.ends import Ends
 from service.errors import ActiveMemory, CallError, DeadlineUnmet, QueueFull, RowFailed
-from service.events import RowView
+from service.events import Forecast, RowView
 from service.footprint import Footprint
-from service.forecast import Forecast
 from service.keeping import Keeping
 from service.loan import Loan
 from service.opening import Opening

@@ -57,12 +57,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     from kvcache.errors import StoreUnusable
-    from service.rpc.listen import CannotListen
     from service.tracing import TracesUnavailable
 
     try:
         return app.main(config, folder, _model_id(config.model, folder), _ready)
-    except (StoreUnusable, CannotListen, TracesUnavailable) as error:
+    except (StoreUnusable, app.CannotStart, TracesUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -1,25 +1,19 @@
-"""The outermost layer of all: sees each call of ours begin and end. Owns the log line of a call and who else is told.
+"""The outermost layer of all: sees each call of ours begin and end, and tells the core's observer.
 
-A call is counted under its method and the code that leaves, whoever ended it. The line has ids, names and numbers, and
-never what was said. Calls of InferenceService are told at info, the others at debug.
+Owns which code a call ended with: the one that leaves, whoever ended it. Methods that are not there are not told of:
+their names are a client's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from service import facts
-from service.metering import Meter
-from service.tracing import Tracer
-
-log = logging.getLogger("kvfork.calls")
+from service.core_api import Observer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,11 +21,10 @@ _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class CountingInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers under `prefix`; methods that are not there are not counted, for their names are a client's."""
+    """Wraps the handlers under `prefix`."""
 
-    def __init__(self, meter: Meter, tracer: Tracer, prefix: str = "/kvfork.v1.") -> None:
-        self._meter = meter
-        self._tracer = tracer
+    def __init__(self, observer: Observer, prefix: str = "/kvfork.v1.") -> None:
+        self._observer = observer
         self._prefix = prefix
 
     async def intercept_service(
@@ -55,37 +48,20 @@ class CountingInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
     def _seen(self, handler: Callable[..., Any], method: str) -> Any:
-        short = method.removeprefix(self._prefix)  # "InferenceService/Generate"
-        name = short.rpartition("/")[2]
-        level = logging.INFO if short.startswith("InferenceService/") else logging.DEBUG
-
         async def seen(request: Any, context: Context) -> Any:
-            known = facts.begin(method=name)
-            began = time.monotonic()
-            self._meter.call_began(name)
-            code = grpc.StatusCode.OK
-            with self._tracer.call(method.removeprefix("/"), pairs(context)) as span:
+            with self._observer.call(method.removeprefix("/"), pairs(context)) as tell:
                 try:
-                    return await handler(request, context)
+                    reply = await handler(request, context)
                 except asyncio.CancelledError:
                     left = context.time_remaining()
                     late = left is not None and left <= 0
-                    code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+                    tell("DEADLINE_EXCEEDED" if late else "CANCELLED")
                     raise
                 except BaseException:  # of whatever kind: it goes on, and the code is what the client gets
-                    code = _code_of(context)
+                    tell(_code_of(context).name)
                     raise
-                finally:
-                    seconds = time.monotonic() - began
-                    self._meter.call_ended(name, code.name, seconds)
-                    span.end(code.name, known)
-                    log.log(
-                        level,
-                        "%s %s",
-                        name,
-                        code.name,
-                        extra={"fields": {**known, "code": code.name, "seconds": round(seconds, 6)}},
-                    )
+                tell("OK")
+                return reply
 
         return seen
 

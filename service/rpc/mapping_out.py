@@ -12,6 +12,7 @@ from kvfork.v1 import types_pb2 as pb
 
 from kvcache.receipt import MissReason, Usage
 from service.events import (
+    Admission,
     Bookmark,
     Changed,
     Counted,
@@ -42,7 +43,6 @@ from service.events import (
     Watched,
     WhyGone,
 )
-from service.forecast import Admission
 
 _RESIDENCIES = {
     Residency.MEMORY: pb.RESIDENCY_MEMORY,

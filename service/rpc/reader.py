@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc.aio
 
+from service.core_api import Observer
 from service.errors import SlowReader
 from service.events import Event
-from service.metering import Meter
 
 
 class Reader:
@@ -30,12 +30,12 @@ class Reader:
         events: AsyncGenerator[Event, None],
         *,
         patience: float,
-        meter: Meter,
+        observer: Observer,
     ) -> None:
         self._context = context
         self._events = events
         self._patience = patience
-        self._meter = meter
+        self._observer = observer
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Reader:
@@ -56,9 +56,9 @@ class Reader:
             await written(self._context, message)
         finally:
             timer.cancel()
-            self._meter.stream_waits += loop.time() - began
+            self._observer.waited(loop.time() - began)
         if self._closing is not None:
-            self._meter.slow_readers += 1
+            self._observer.gave_up()
             text = f"the stream was not read for {self._patience:g} s"
             raise SlowReader(text, hint="read faster, or ask for larger deltas")
 

@@ -16,8 +16,9 @@ from kvfork.v1.server_service_pb2_grpc import ServerServiceStub
 from kvfork.v1.snapshot_service_pb2_grpc import SnapshotServiceStub
 
 from kvcache.receipt import Usage
+from service.calls import Calls
 from service.config import Config
-from service.core_api import Inference
+from service.core_api import Inference, Observer
 from service.errors import Draining, ModelNotFound, SnapshotNotFound
 from service.events import (
     Counted,
@@ -111,6 +112,11 @@ class ScriptedCore:
     limits: LimitsView = LIMITS
     meter: Meter = field(default_factory=Meter)
     tracer: Tracer = field(default_factory=NoTracer)
+
+    @property
+    def observer(self) -> Observer:
+        return Calls(self.meter, self.tracer)
+
     alive: bool = True
     draining: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)

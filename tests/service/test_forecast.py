@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from service.events import Admission, Forecast
 from service.footprint import Footprint
-from service.forecast import Admission, Forecast
 from service.plan import RowId
 from service.scheduler import Demand, NeverFits, QueueIsFull, Scheduler, SchedulerConfig, State
 
@@ -79,10 +79,10 @@ def test_the_scheduler_does_what_it_foretold_and_looking_changed_nothing(seed: i
 
     subject = scheduler(active=8_000, rows=3, queue=4)
     history(subject, rng)
-    before = repr(subject), subject.rows(), subject.reserved_bytes
+    before = repr(subject), dict(subject._entries), subject.reserved_bytes
     asked, count = demand(), rng.randrange(1, 4)
     found = subject.foresee(asked, count, now=1.0)
-    assert (repr(subject), subject.rows(), subject.reserved_bytes) == before
+    assert (repr(subject), subject._entries, subject.reserved_bytes) == before
 
     rows = [RowId(100 + i) for i in range(count)]
     refused = False
