@@ -71,7 +71,8 @@ class RpcServer:
         self._config = config
         self._health = HealthServicer()
         self._server = grpc.aio.server(
-            interceptors=[CountingInterceptor(core.observer), ErrorInterceptor()], options=options(config)
+            interceptors=[CountingInterceptor(core.observer), ErrorInterceptor(core.server().instance)],
+            options=options(config),
         )
         self._socket = UnixSocket(config.unix_socket) if config.unix_socket is not None else None
         self._watchdog: asyncio.Task[None] | None = None

@@ -201,12 +201,14 @@ def test_rows_and_top_show_what_runs_and_what_waits(shown: LiveServer) -> None:
     ).snapshot
     branch = inference_pb.ForkBranch(append=raw(" grow"), options=pb.SnapshotOptions(snapshot_id="top-child"))
     shown.inference.Fork(inference_pb.ForkRequest(parent=made.name, branches=[branch]))
-    streams = [
-        shown.inference.Generate(greedy(raw([5, i]), parent=made.name, tokens=20_000, priority=i)) for i in range(3)
-    ]
-    started = [next(streams[i]).started.generation for i in (1, 2)]
+    streams = [shown.inference.Generate(greedy(raw([5, i]), parent=made.name, tokens=20_000)) for i in range(2)]
+    started = [next(stream).started.generation for stream in streams]
+    streams.append(shown.inference.Generate(greedy(raw([5, 9]), parent=made.name, tokens=20_000, priority=3)))
     with shown.client() as client:
-        until(lambda: client.cache_stats().decoding_rows == 2, what="two rows that decode")
+        until(
+            lambda: (c := client.cache_stats()).decoding_rows == 2 and c.queued_calls == 1,
+            what="two rows that decode and a call that waits",
+        )
         cache = client.cache_stats()
         assert (cache.active_sequences, cache.queued_calls, len(cache.rows)) == (2, 1, 3)
         assert cache.active_bytes > 0
@@ -215,7 +217,7 @@ def test_rows_and_top_show_what_runs_and_what_waits(shown: LiveServer) -> None:
             row = by_name[generation]
             assert (row.phase, row.parent, row.done_tokens) == (Phase.DECODE, made.name, row.prompt_tokens)
         waiting = [row for row in cache.rows if row.phase is Phase.QUEUED]
-        assert len(waiting) == 1 and waiting[0].completion_tokens == 0 and waiting[0].generation not in started
+        assert len(waiting) == 1 and (waiting[0].completion_tokens, waiting[0].priority) == (0, 3)
     top = subprocess.run(
         [sys.executable, "-m", "service", "top", "--address", shown.address],
         capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE,
