@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from service.errors import QueueFull
 from service.events import FinishReason, Timing
 from service.plan import Picked
 from service.request import Sampling, Stopping
-from service.tracing import NoTracer, OtelTracer
+from service.tracing import NoTracer, OtelTracer, TracesUnavailable, otlp_tracer
 from service.work import Admitted, Ended, Failed, Generation, Tokens, Work
 
 GENERATION: Any = Generation(
@@ -142,3 +143,9 @@ def test_without_traces_events_pass_untouched() -> None:
         assert tracer.following(WORK, emit) is emit
         span.end("OK", {})
     tracer.close()
+
+
+def test_traces_without_what_makes_them_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(TracesUnavailable, match=r"pip install 'kvfork\[otel\]'"):
+        otlp_tracer()
