@@ -83,13 +83,13 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "max_image_bytes": "25MiB",
         "max_image_pixels": "2097152",
         "image_bytes": "26MiB",
-        "max_watches": "27",
         "max_batch": "3",
         "max_queue": "4",
         "max_request_bytes": "5MiB",
         "max_fork_branches": "6",
         "max_snapshots": "7",
         "max_pinned": "8",
+        "max_watches": "5",
         "default_ttl": "9s",
         "max_ttl": "10m",
         "default_max_tokens": "11",
@@ -110,6 +110,8 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "write_stall_seconds": "16s",
         "watchdog_seconds": "17s",
         "engine_restarts": "18",
+        "metrics": ":9464",
+        "traces": "OTLP",
         "log_level": "debug",
         "log_format": "json",
     }
@@ -137,13 +139,13 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         max_image_bytes=25 * MIB,
         max_image_pixels=2097152,
         image_bytes=26 * MIB,
-        max_watches=27,
         max_batch=3,
         max_queue=4,
         max_request_bytes=5 * MIB,
         max_fork_branches=6,
         max_snapshots=7,
         max_pinned=8,
+        max_watches=5,
         default_ttl=9.0,
         max_ttl=600.0,
         default_max_tokens=11,
@@ -163,9 +165,30 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         write_stall_seconds=16.0,
         watchdog_seconds=17.0,
         engine_restarts=18,
+        metrics=":9464",
+        traces="otlp",
         log_level="debug",
         log_format="json",
     )
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        (":9464", ("127.0.0.1", 9464)),
+        ("localhost:0", ("127.0.0.1", 0)),
+        ("[::1]:9464", ("::1", 9464)),
+        ("0.0.0.0:9464", ("0.0.0.0", 9464)),
+    ],
+)
+def test_metrics_are_on_loopback_unless_a_host_is_named(address: str, parts: tuple[str, int]):
+    assert settings.split_metrics_address(address) == parts
+
+
+@pytest.mark.parametrize("address", ["9464", "example.org:9464", ":port", ":70000", "[::1]"])
+def test_a_metrics_address_that_is_none_is_refused(address: str):
+    with pytest.raises(ConfigError, match="metrics: "):
+        configured("--metrics", address)
 
 
 def test_a_bare_switch_switches_on():

@@ -31,7 +31,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         call = mapping_in.read_generate(request, self._limits, deadline=context.time_remaining())
         # The iterator is a generator in all but name: closing it is what frees the row, however this call ends.
         events = cast(AsyncGenerator[Event, None], self._core.generate(call, caller_of(context)))
-        async with Reader(context, events, patience=self._write_stall) as reader:
+        async with Reader(context, events, patience=self._write_stall, observer=self._core.observer) as reader:
             async for event in events:
                 await reader.write(mapping_out.write_event(event))
 
