@@ -91,7 +91,7 @@ class RpcServer:
         self._health = HealthServicer()
         door = Door(self._access.authenticator, max_calls=config.max_owner_calls, patience=config.request_seconds)
         self._server = grpc.aio.server(
-            interceptors=[CountingInterceptor(core.observer), door, ErrorInterceptor(core.server().instance)],
+            interceptors=[door, CountingInterceptor(core.observer), ErrorInterceptor(core.server().instance)],
             options=options(config),
         )
         self._socket = UnixSocket(config.unix_socket) if config.unix_socket is not None else None
