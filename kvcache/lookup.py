@@ -25,7 +25,6 @@ from kvcache.tree import Node
 class Lookup:
     """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`: as it was returned."""
 
-    tokens: int  # length of the prompt
     plan: RestorePlan | None
     known: int  # tokens that were computed once, whether or not their state can be used
     miss_reason: MissReason  # why `plan` stops short of `known`
@@ -36,11 +35,6 @@ class Lookup:
     def position(self) -> int:
         """Tokens whose state can be restored."""
         return self.plan.position if self.plan else 0
-
-    @property
-    def diverged_at(self) -> int | None:
-        """First position outside every known chain; None if the prompt never left them."""
-        return self.known if self.known < self.tokens else None
 
     def without_state(self) -> Lookup:
         """The same, as if nothing could be read."""
@@ -61,7 +55,6 @@ class Matcher:
         position = plan.position if plan else 0
         replay = [cut for node in path for cut in replay_cuts(node.start, node.schedule)] + [base.end]
         return Lookup(
-            tokens=len(tokens),
             plan=plan,
             known=base.end,
             miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
@@ -76,8 +69,8 @@ class Matcher:
         path = self._follow(root, tokens, stops, whole)
         target = path[-1].end if path else 0
         deepest = next((node for node in reversed(path) if not node.is_tail), root)
-        beyond, known = self._stock.tree.known_prefix(deepest, tokens)
-        seen = deepest.end + len(beyond) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
+        further, known = self._stock.tree.known_prefix(deepest, tokens)
+        seen = deepest.end + len(further) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
         kept: list[Node] = []
         for place in sorted(keep - {len(tokens)}):
             node = self._kept_at(root, path, tokens, stops, whole, place)
@@ -105,7 +98,6 @@ class Matcher:
             exact_end = path[-1].end if path else 0
             reason = MissReason.PROVENANCE if seen > exact_end else self._why(path, position, known)
         return Lookup(
-            tokens=len(tokens),
             plan=plan,
             known=known,
             miss_reason=reason,
@@ -158,7 +150,7 @@ class Matcher:
         """Why the path could not be used up to `known`."""
         if known - position < BLOCK_TOKENS and (not path or path[-1].end <= position or path[-1].is_tail):
             tail = path[-1] if path and path[-1].end > position else None
-            if tail is None or tail.lost is MissReason.NOT_WRITTEN:
+            if tail is None or all(tail.why_lost(kind) is None for kind in self._stock.layout.kinds):
                 return MissReason.BETWEEN_CHECKPOINTS
         return self._stock.why_missing(path, position, path[-1].end if path else 0) or MissReason.BETWEEN_CHECKPOINTS
 

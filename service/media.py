@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from kvcache.media import MediaKey
+
+if TYPE_CHECKING:  # the scheduler's language mentions images, and must load in no time
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

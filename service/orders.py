@@ -16,6 +16,7 @@ from service.plan import Capture, Decode, OpenRow, Prefill, RowId, StepPlan
 from service.rows import Rows
 from service.scheduler import Tick
 from service.sequence import Sequence
+from service.sight import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Orders:
     passed: dict[RowId, tuple[Take, ...]]
 
 
-def orders(tick: Tick, rows: Rows, opened: Iterable[Sequence]) -> Orders:
+def orders(tick: Tick, rows: Rows, opened: Iterable[Sequence], sight: Sight) -> Orders:
     """A row whose order cannot be made fails, and is closed at the end of the step."""
     made = _Making()
     for row, call in tick.prefill:
@@ -42,7 +43,9 @@ def orders(tick: Tick, rows: Rows, opened: Iterable[Sequence]) -> Orders:
     shared = tuple(tuple(row for row in call if row in rows) for call in tick.shared)
     plan = StepPlan(
         leave=tuple(row for row in tick.save if row in rows),
-        open=tuple(_open_order(seq) for seq in opened if seq.row in rows),
+        open=tuple(_open_order(seq, sight) for seq in opened if seq.row in rows),
+        give=sight.take_given(),
+        encode=sight.orders(tick.encode),
         prefill=tuple(made.prefill),
         sample=tuple(row for row in tick.finish_prefill if row in rows and rows[row].samples_next),
         decode=Decode(rows=decode, shared=shared, captures=made.captures) if decode else None,
@@ -104,7 +107,7 @@ class _Making:
         )
 
 
-def _open_order(seq: Sequence) -> OpenRow:
+def _open_order(seq: Sequence, sight: Sight) -> OpenRow:
     generation = seq.work.generation
     restored, seq.restored = seq.restored, None
     return OpenRow(
@@ -114,4 +117,5 @@ def _open_order(seq: Sequence) -> OpenRow:
         top_logprobs=generation.top_logprobs if generation else None,
         context=seq.work.tokens,
         constraint=generation.constraint if generation else None,
+        images=sight.row_images(seq.work),
     )

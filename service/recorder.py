@@ -20,10 +20,12 @@ from service.plan import Capture, Payloads
 class Recorder:
     """Follows one sequence. `tokens` is the sequence's own growing list, shared and read only."""
 
-    def __init__(self, cache: PrefixCache, owner: str, tokens: Sequence[int]) -> None:
+    def __init__(self, cache: PrefixCache, owner: str, tokens: Sequence[int], base: Node | None = None) -> None:
+        """`base`: the explicit parent that the sequence goes on from."""
         self._cache = cache
         self._tokens = tokens
-        self._node = cache.follow(cache.root(owner))  # the last full block
+        root = cache.root(owner) if base is None else cache.root_of(base)
+        self._node = cache.follow(root)  # the last full block
         self._tail: Node | None = None  # where the current block was entered, if inside it
         self._ends: set[int] = set()
         self._nonce: bytes | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.checkpoints import Take, take_at
+from kvcache.media import image_positions
 from kvcache.receipt import MissReason, Usage, lost_to_grid
 from kvcache.records import FetchResult, Tier
 from kvcache.restore import disk_tokens
@@ -51,7 +52,7 @@ class Sequence:
         self._policy = cache.checkpoints.policy
         self._layout = cache.layout
         self._whole = whole_spans(work.tokens, cache.layout)
-        self.recorder = Recorder(cache, work.owner, self.tokens)
+        self.recorder = Recorder(cache, work.owner, self.tokens, work.base)
         self.position = 0  # tokens whose state the engine holds
         self.computed = 0  # tokens of the prompt that went through the model
         self.completion = 0
@@ -212,6 +213,7 @@ class Sequence:
             cached_tokens=lookup.position,
             recomputed_tokens=recomputed,
             new_tokens=done - known,
+            image_tokens=image_positions(self.tokens[:done]),
             completion_tokens=self.completion,
             memory_tokens=lookup.position - self._disk_tokens,
             disk_tokens=self._disk_tokens,
