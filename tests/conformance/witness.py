@@ -81,7 +81,7 @@ def main() -> int:
         return witness.step(step, engine, plan)
 
     def watched_cancel(loop: Any, row: Any, *, save: bool = False) -> None:
-        with loop._wake:  # so that no step can begin between the note and the order
+        with loop._wake:  # so that the engine sees both or neither
             witness.cancelled(row)
             cancel(loop, row, save=save)
 
