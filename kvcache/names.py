@@ -10,14 +10,16 @@ import re
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvcache.changes import Change, ChangeLog
 from kvcache.errors import StoreError
 from kvcache.journal import Journal
 from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
+from kvcache.media import MediaTag
 from kvcache.records import RecordKind
 from kvcache.snapshots import (
     GoneReason,
@@ -26,12 +28,14 @@ from kvcache.snapshots import (
     SnapshotBusy,
     SnapshotRegistry,
     UnknownSnapshot,
+    images_of,
 )
 from kvcache.stock import Stock
 from kvcache.store import TieredStore
 from kvcache.store_dir import boot_id
 from kvcache.tree import Node
 
+SHARED = "*"  # whose prefixes those of all are, where owners share them; no owner has this name
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
 
 
@@ -68,6 +72,26 @@ class Keep:
     durable: bool = False  # `make_durable` follows
 
 
+class MediaKeeper(Protocol):
+    """Who has the files of images: told which of them snapshots need. Called under the cache's lock; must not block."""
+
+    def keep(self, owner: str, tags: Collection[MediaTag]) -> None:
+        """One more snapshot has these images."""
+        ...
+
+    def let_go(self, owner: str, tags: Collection[MediaTag]) -> None:
+        """One snapshot fewer."""
+        ...
+
+    def file_of(self, owner: str, tag: MediaTag) -> bytes | None:
+        """The file, as it was sent."""
+        ...
+
+    def found(self, owner: str, tag: MediaTag, file: bytes) -> None:
+        """A durable store has this one from before a restart; `keep` follows."""
+        ...
+
+
 class NamedSnapshots:
     """The part of the cache that callers' names go through. Thread-safe."""
 
@@ -80,6 +104,7 @@ class NamedSnapshots:
         limits: CacheLimits,
         clock: Callable[[], float],
         durable: Durable | None,
+        media: MediaKeeper | None = None,
     ) -> None:
         assert store.durable == (durable is not None)
         self.store = store
@@ -96,13 +121,21 @@ class NamedSnapshots:
         self._tell: Callable[[str], None] = lambda owner: None
         self.ended: Counter[GoneReason] = Counter()  # names, since the start
         self._durable = durable
+        self._media = media
         self._journal: Journal | None = None
         if durable is not None:
-            self._journal = Journal(store, fingerprint, self._stock.tree, clock)
-            found = self._journal.load(durable.ring.owners()).snapshots
+            self._journal = Journal(store, fingerprint, self._stock.tree, clock, self._file_of)
+            loaded = self._journal.load(durable.ring.owners(), shared=SHARED)
+            found = loaded.snapshots
+            if media is not None:
+                for owner, tag, file in loaded.media:
+                    media.found(owner, tag, file)
+            self._journal.adopt(found)
             store.arrange(self._stock.place_of(node) for node in self._stock.tree)
             for snapshot in found:
                 self._snapshots.restore(snapshot)
+                self._keep_media(snapshot)
+                self.store.claim(self._stock.records_of(snapshot.node))
                 if snapshot.pinned:
                     self.store.pin(self._stock.records_of(snapshot.node))
 
@@ -116,6 +149,7 @@ class NamedSnapshots:
             id=keep.snapshot_id or self._new_id(durable=keep.durable),
             owner=owner,
             node=node,
+            images=images_of(node),
             lineage=lineage,
             created=now,
             last_use=now,
@@ -128,6 +162,7 @@ class NamedSnapshots:
             self._snapshots.expire(now)
             self._snapshots.add(snapshot)
             self._log(snapshot.owner, Change(snapshot.id, None, snapshot.labels))
+            self._keep_media(snapshot)
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
             if snapshot.pinned:
@@ -260,6 +295,7 @@ class NamedSnapshots:
             old, snapshot.node = snapshot.node, node
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
+            self.store.disclaim(self._stock.records_of(old))
             if pinned:
                 self.store.pin(self._stock.records_of(snapshot.node))
             self._record_move(snapshot)
@@ -351,10 +387,20 @@ class NamedSnapshots:
         self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, None, reason))
         if snapshot.pinned:
             self.store.unpin(self._stock.records_of(snapshot.node))
+        self.store.disclaim(self._stock.records_of(snapshot.node))
         if self._journal is not None and snapshot.recorded:
             self._journal.gone(snapshot)
             snapshot.recorded = False  # whoever still holds it writes no more
+        if self._media is not None and snapshot.media:
+            self._media.let_go(snapshot.owner, snapshot.media)
         self._stock.unhold(snapshot.node)
+
+    def _keep_media(self, snapshot: Snapshot) -> None:
+        if self._media is not None and snapshot.media:
+            self._media.keep(snapshot.owner, snapshot.media)
+
+    def _file_of(self, owner: str, tag: MediaTag) -> bytes | None:
+        return self._media.file_of(owner, tag) if self._media is not None else None
 
 
 def new_snapshot_id(*, opening: int | None = None) -> str:

@@ -22,13 +22,25 @@ from service.config import Config
 from service.derivations import Derivations
 from service.directory import Directory
 from service.engine import Engine
-from service.events import LimitsView, ModelState, ModelView, Residency, RowView, ServerView, StatsView
+from service.events import (
+    Admission,
+    Counted,
+    LimitsView,
+    ModelState,
+    ModelView,
+    Residency,
+    RowView,
+    ServerView,
+    StatsView,
+)
+from service.gate import Gate
 from service.generations import Generations
 from service.handles import Handles
 from service.idempotency import Replays
 from service.loop import EngineLoop
 from service.open_store import OpenStore
 from service.outbox import Outlet
+from service.request import CountTokensCall
 from service.runtime import Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
 from service.totals import Totals
@@ -68,13 +80,14 @@ class Core:
         self.hangs = False  # after `close`: the engine thread is still inside the model
         generations = Generations(self._rt)
         replays = Replays()
-        self.generate = replays.generate(generations.generate)
+        gate = self._gate = Gate(config.owner_running)
+        self.generate = replays.generate(gate.generate(generations.generate))
         self.stop_generation = generations.stop
         derivations = Derivations(self._rt)
-        self.create_snapshot = replays.unary("CreateSnapshot", derivations.create_snapshot)
-        self.fork = replays.unary("Fork", derivations.fork)
-        self.rollback = replays.unary("Rollback", derivations.rollback)
-        self.count_tokens = derivations.count_tokens
+        self.create_snapshot = replays.unary("CreateSnapshot", gate.unary(derivations.create_snapshot))
+        self.fork = replays.unary("Fork", gate.unary(derivations.fork))
+        self.rollback = replays.unary("Rollback", gate.unary(derivations.rollback))
+        self._count_tokens = gate.unary(derivations.count_tokens)
         directory = Directory(self._rt)
         self.until_named = directory.until_named
         self.get_snapshot = directory.get_snapshot
@@ -165,10 +178,19 @@ class Core:
             boot_id=self._boot_id,
             version=version("kvfork"),
             features=tuple(
-                name for name, on in (("durable", c.store_dir is not None), ("share_decoded", c.share_decoded)) if on
+                name
+                for name, on in (
+                    ("durable", c.store_dir is not None),
+                    ("share_decoded", c.share_decoded),
+                    ("share_prefixes", c.share_prefixes),
+                )
+                if on
             ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
+                max_image_bytes=c.max_image_bytes,
+                max_images=c.max_images,
+                max_image_pixels=c.max_image_pixels,
                 max_fork_branches=c.max_fork_branches,
                 max_queue=c.max_queue,
                 max_batch=c.max_batch,
@@ -186,6 +208,21 @@ class Core:
 
     def model(self, name: str) -> ModelView:
         return self._rt.check_model(name)
+
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner: its snapshots and calls. What all share tells of others' doings, so it is left out."""
+        tally = dict.fromkeys(Residency, 0)
+        if self._rt.loaded is not None and self._rt.handles is not None:
+            for snapshot in self._rt.loaded.cache.snapshots(owner):
+                tally[self._rt.handles.view(snapshot).residency] += 1
+        return replace(
+            _no_stats(self._rt.config),
+            active_sequences=self._gate.inside(owner),
+            queued_calls=self._gate.waiting(owner),
+            memory_snapshots=tally[Residency.MEMORY],
+            disk_snapshots=tally[Residency.DISK],
+            token_snapshots=tally[Residency.TOKENS],
+        )
 
     def stats(self) -> StatsView:
         tally = dict.fromkeys(Residency, 0)
@@ -213,7 +250,7 @@ class Core:
             checkpoints_read=sum(usage.records for usage in store.read.values()),
             checkpoints_corrupt=store.corrupt,
             evictions=sum(usage.records for usage in store.evicted.values()),
-            checkpoint_policy=self._rt.config.checkpoints,
+            checkpoint_policy=self._rt.config.checkpoints.value,
             checkpoints_skipped={reason.value: count for reason, count in store.skipped.items() if count},
             pending_bytes=store.pending_bytes,
             written_today_bytes=store.written_today,
@@ -229,6 +266,9 @@ class Core:
             active_bytes=self._rt.loop.reserved_bytes,
             active_limit_bytes=self._rt.config.active_bytes,
             evictions_by_tier={tier.name.lower(): usage.records for tier, usage in store.evicted.items()},
+            images_encoded=totals.images_encoded,
+            image_bytes=self._rt.loaded.uploads.total_bytes,
+            image_limit_bytes=self._rt.config.image_bytes,
         )
 
     def rows(self, owner: str) -> list[RowView]:
@@ -255,6 +295,17 @@ class Core:
     def totals(self) -> Totals:
         """What the engine thread has counted and measured; there once `start` was called."""
         return self._rt.loop.totals
+
+    async def count_tokens(self, call: CountTokensCall, owner: str) -> Counted:
+        """Measured by `Derivations`; a plan's calls would have to pass the gate as well."""
+        counted = await self._count_tokens(call, owner)
+        plan = counted.plan
+        if call.plan is None or plan is None or self._gate.takes(owner, call.plan.branches):
+            return counted
+        if plan.forecast.admission is not Admission.NOW:
+            return counted
+        waits = replace(plan.forecast, admission=Admission.QUEUED, reason="OWNER_BUSY")
+        return replace(counted, plan=replace(plan, forecast=waits))
 
     def watches(self) -> int:
         """Snapshot watches that are open."""
@@ -325,6 +376,6 @@ def _no_stats(config: Config) -> StatsView:
         checkpoints_read=0,
         checkpoints_corrupt=0,
         evictions=0,
-        checkpoint_policy=config.checkpoints,
+        checkpoint_policy=config.checkpoints.value,
         daily_write_limit_bytes=config.daily_write_bytes,
     )

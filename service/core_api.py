@@ -117,7 +117,13 @@ class Inference(Protocol):
         """`name` "" means the only one; raises ModelNotFound."""
         ...
 
-    def stats(self) -> StatsView: ...
+    def stats(self) -> StatsView:
+        """Of the whole server, for admins."""
+        ...
+
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner's snapshots and calls; what belongs to all is 0."""
+        ...
 
     def rows(self, owner: str) -> list[RowView]:
         """The owner's sequences that run or wait, oldest first."""

@@ -26,6 +26,7 @@ class SnapshotView:
     model: str  # "models/{id}"
     model_fingerprint: str
     token_count: int
+    image_spans: tuple[tuple[int, int], ...] = ()  # [start, end), in order
     checkpointed_tokens: int
     prefix_hash: bytes
     residency: Residency
@@ -219,6 +220,7 @@ class Counted:
     """Result of CountTokens."""
 
     total_tokens: int
+    image_tokens: int = 0
     cached_tokens: int
     remaining_tokens: int
     token_ids: tuple[int, ...] = ()
@@ -287,6 +289,7 @@ class ModelView:
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
     trimmable: bool = False
+    vision: bool = False
     bytes_per_token: int = 0
     default_temperature: float = 0.0
     default_top_p: float = 1.0
@@ -299,6 +302,9 @@ class LimitsView:
     """What is refused."""
 
     max_request_bytes: int
+    max_image_bytes: int
+    max_images: int
+    max_image_pixels: int
     max_fork_branches: int
     max_queue: int
     max_batch: int
@@ -373,3 +379,6 @@ class StatsView:
     active_bytes: int = 0
     active_limit_bytes: int = 0
     evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0

@@ -22,6 +22,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    images_encoded: int = 0  # by the vision tower
     prefill_pace: float = 0.0  # least seconds that a token of a whole block's prefill has taken; 0: none was seen yet
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

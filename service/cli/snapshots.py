@@ -245,8 +245,6 @@ def run_stats(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(server=server, models=models, cache=cache)
         return 0
-    bytes_left, disk_left = f"{output.size(cache.memory_limit_bytes)}", f"{output.size(cache.disk_limit_bytes)}"
-    looked_at = cache.prompt_tokens or 1
     print(
         output.facts(
             [
@@ -265,25 +263,34 @@ def run_stats(args: argparse.Namespace) -> int:
                     f"{cache.memory_snapshots} in memory, {cache.disk_snapshots} on disk, "
                     f"{cache.token_snapshots} as tokens only",
                 ),
-                ("memory", f"{output.size(cache.memory_bytes)} of {bytes_left}"),
-                ("disk", f"{output.size(cache.disk_bytes)} of {disk_left}"),
-                (
-                    "prompt tokens",
-                    f"{cache.prompt_tokens:,}: {cache.cached_tokens:,} restored "
-                    f"({cache.cached_tokens / looked_at:.0%}), {cache.recomputed_tokens:,} recomputed",
-                ),
-                (
-                    "checkpoints",
-                    f"{cache.checkpoints_written:,} written, {cache.checkpoints_read:,} read, "
-                    f"{cache.checkpoints_corrupt:,} corrupt, every {cache.checkpoint_interval} tokens",
-                ),
-                ("evictions", f"{cache.evictions:,}"),
-                ("writing", _writing(cache)),
             ]
+            + ([("counted", f"what is {cache.owner}'s")] if cache.owner else _shared(cache))
             + ([("state", "draining: takes no new work")] if server.draining else [])
         )
     )
     return 0
+
+
+def _shared(cache: CacheStats) -> list[tuple[str, str]]:
+    """What belongs to all owners: told to admins alone."""
+    bytes_left, disk_left = output.size(cache.memory_limit_bytes), output.size(cache.disk_limit_bytes)
+    looked_at = max(1, cache.prompt_tokens)
+    return [
+        ("memory", f"{output.size(cache.memory_bytes)} of {bytes_left}"),
+        ("disk", f"{output.size(cache.disk_bytes)} of {disk_left}"),
+        (
+            "prompt tokens",
+            f"{cache.prompt_tokens:,}: {cache.cached_tokens:,} restored "
+            f"({cache.cached_tokens / looked_at:.0%}), {cache.recomputed_tokens:,} recomputed",
+        ),
+        (
+            "checkpoints",
+            f"{cache.checkpoints_written:,} written, {cache.checkpoints_read:,} read, "
+            f"{cache.checkpoints_corrupt:,} corrupt, every {cache.checkpoint_interval} tokens",
+        ),
+        ("evictions", f"{cache.evictions:,}"),
+        ("writing", _writing(cache)),
+    ]
 
 
 def _writing(cache: CacheStats) -> str:

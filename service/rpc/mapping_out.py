@@ -179,6 +179,7 @@ def write_usage(usage: Usage) -> pb.Usage:
         cached_tokens=usage.cached_tokens,
         recomputed_tokens=usage.recomputed_tokens,
         new_tokens=usage.new_tokens,
+        image_tokens=usage.image_tokens,
         completion_tokens=usage.completion_tokens,
         memory_tokens=usage.memory_tokens,
         disk_tokens=usage.disk_tokens,
@@ -199,6 +200,7 @@ def write_snapshot(view: SnapshotView) -> pb.Snapshot:
         token_count=view.token_count,
         checkpointed_tokens=view.checkpointed_tokens,
         prefix_hash=view.prefix_hash,
+        image_spans=[pb.TokenSpan(start=start, end=end) for start, end in view.image_spans],
         residency=_RESIDENCIES[view.residency],
         durable=view.durable,
         expire_time=None if view.expire_time is None else timestamp(view.expire_time),
@@ -256,6 +258,7 @@ def write_counted(counted: Counted) -> inference_pb.CountTokensResponse:
     """The reply to CountTokens."""
     return inference_pb.CountTokensResponse(
         total_tokens=counted.total_tokens,
+        image_tokens=counted.image_tokens,
         cached_tokens=counted.cached_tokens,
         remaining_tokens=counted.remaining_tokens,
         token_ids=counted.token_ids,
@@ -297,6 +300,7 @@ def write_model(view: ModelView) -> server_pb.Model:
         context_tokens=view.context_tokens,
         vocab_size=view.vocab_size,
         eos_token_ids=view.eos_token_ids,
+        vision=view.vision,
         trimmable=view.trimmable,
         bytes_per_token=view.bytes_per_token,
         default_sampling=defaults if ready else None,
@@ -319,6 +323,9 @@ def write_server(view: ServerView) -> server_pb.GetServerInfoResponse:
 def _limits(limits: LimitsView) -> server_pb.Limits:
     return server_pb.Limits(
         max_request_bytes=limits.max_request_bytes,
+        max_image_bytes=limits.max_image_bytes,
+        max_images=limits.max_images,
+        max_image_pixels=limits.max_image_pixels,
         max_fork_branches=limits.max_fork_branches,
         max_queue=limits.max_queue,
         max_batch=limits.max_batch,
@@ -368,6 +375,9 @@ def write_stats(view: StatsView) -> server_pb.CacheStats:
         active_bytes=view.active_bytes,
         active_limit_bytes=view.active_limit_bytes,
         evictions_by_tier=view.evictions_by_tier,
+        images_encoded=view.images_encoded,
+        image_bytes=view.image_bytes,
+        image_limit_bytes=view.image_limit_bytes,
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.capture import CaptureIO
 from contract_peer import Peer, refuse
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2 as rpc
@@ -109,6 +110,13 @@ def test_health_is_an_exit_code(peer: Peer, kvfork: Kvfork, capsys: pytest.Captu
     assert kvfork("health", "InferenceService") == 1
     assert capsys.readouterr().out == "serving\nnot serving\n"
     assert kvfork("health", "NoSuchService") == 1
+
+
+def until_said(text: str) -> None:
+    """Waits until a command has printed `text`; for tests that capture with capsys."""
+    assert isinstance(sys.stdout, CaptureIO)
+    while text not in sys.stdout.getvalue():
+        time.sleep(0.01)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
@@ -242,9 +250,7 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     peer.hold = threading.Event()
 
     def press() -> None:
-        while not peer.stops:
-            time.sleep(0.01)
-        time.sleep(0.3)  # the answer's first text must have come
+        until_said("f")
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -259,16 +265,14 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork) -> None:
+def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
     peer.hold = threading.Event()
     peer.scripts["StopGeneration"] = lambda request, context: inf.StopGenerationResponse(
         was_running=True
     )  # and goes on
 
     def press() -> None:
-        while not peer.stops:
-            time.sleep(0.01)
-        time.sleep(0.3)  # the answer's first text must have come
+        until_said("f")
         os.kill(os.getpid(), signal.SIGINT)
         while not peer.requests("StopGeneration"):
             time.sleep(0.01)

@@ -55,6 +55,9 @@ from service.tracing import NoTracer, Tracer
 
 LIMITS = LimitsView(
     max_request_bytes=64 * 2**20,
+    max_image_bytes=2**20,
+    max_images=3,
+    max_image_pixels=10**6,
     max_fork_branches=4,
     max_queue=8,
     max_batch=2,
@@ -254,6 +257,10 @@ class ScriptedCore:
     def rows(self, owner: str) -> list[RowView]:
         self._asked("rows", owner)
         return self.row_views
+
+    def owner_stats(self, owner: str) -> StatsView:
+        self._asked("owner_stats", owner)
+        return replace(self.stats(), memory_bytes=0)
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         self.trimmed = (memory_bytes, disk_bytes)

@@ -278,7 +278,7 @@ def test_a_deadline_closes_the_cores_iterator():
     async def story():
         async with serving(ScriptedCore(script=(STARTED, forever))) as s:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await drained(s.inference.Generate(PARENT, timeout=0.1))
+                await drained(s.inference.Generate(PARENT, timeout=0.5))
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             await eventually(lambda: s.core.ended == ["cancelled"])
 

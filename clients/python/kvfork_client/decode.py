@@ -265,6 +265,7 @@ def server_info(message: server_pb.GetServerInfoResponse) -> ServerInfo:
             max_request_bytes=limits.max_request_bytes,
             max_image_bytes=limits.max_image_bytes,
             max_images=limits.max_images,
+            max_image_pixels=limits.max_image_pixels,
             max_fork_branches=limits.max_fork_branches,
             max_queue=limits.max_queue,
             max_batch=limits.max_batch,
@@ -328,4 +329,8 @@ def cache_stats(reply: server_pb.GetCacheStatsResponse) -> CacheStats:
         active_limit_bytes=message.active_limit_bytes,
         evictions_by_tier=dict(message.evictions_by_tier),
         rows=tuple(row(one) for one in reply.rows),
+        owner=reply.owner,
+        images_encoded=message.images_encoded,
+        image_bytes=message.image_bytes,
+        image_limit_bytes=message.image_limit_bytes,
     )

@@ -385,6 +385,7 @@ class Limits:
     max_request_bytes: int = 0
     max_image_bytes: int = 0
     max_images: int = 0
+    max_image_pixels: int = 0
     max_fork_branches: int = 0
     max_queue: int = 0
     max_batch: int = 0
@@ -459,3 +460,7 @@ class CacheStats:
     active_limit_bytes: int = 0
     evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()  # the caller's own, oldest first
+    owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0
