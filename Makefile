@@ -3,17 +3,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
+RELEASED := proto/released/kvfork.v1.binpb
 # Test files run side by side in so many processes, one thread each; a file's tests stay together.
 WORKERS ?= 2
-RELEASED := proto/released/kvfork.v1.binpb
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check \
-        gen-clients gen-clients-check conformance bench clean
+.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
+        bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

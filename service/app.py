@@ -123,7 +123,7 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
     """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
 
     Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
-    a durable store and it cannot be opened, CannotStart if metrics have no address to be at, TracesUnavailable without
+    a durable store and it cannot be opened; CannotStart if metrics have no address to be at, TracesUnavailable without
     what makes traces.
     """
     access = Access(config)

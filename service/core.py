@@ -22,7 +22,17 @@ from service.config import Config
 from service.derivations import Derivations
 from service.directory import Directory
 from service.engine import Engine
-from service.events import LimitsView, ModelState, ModelView, Residency, RowView, ServerView, StatsView
+from service.events import (
+    Admission,
+    Counted,
+    LimitsView,
+    ModelState,
+    ModelView,
+    Residency,
+    RowView,
+    ServerView,
+    StatsView,
+)
 from service.gate import Gate
 from service.generations import Generations
 from service.handles import Handles
@@ -30,6 +40,7 @@ from service.idempotency import Replays
 from service.loop import EngineLoop
 from service.open_store import OpenStore
 from service.outbox import Outlet
+from service.request import CountTokensCall
 from service.runtime import Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
 from service.totals import Totals
@@ -76,7 +87,7 @@ class Core:
         self.create_snapshot = replays.unary("CreateSnapshot", gate.unary(derivations.create_snapshot))
         self.fork = replays.unary("Fork", gate.unary(derivations.fork))
         self.rollback = replays.unary("Rollback", gate.unary(derivations.rollback))
-        self.count_tokens = gate.unary(derivations.count_tokens)
+        self._count_tokens = gate.unary(derivations.count_tokens)
         directory = Directory(self._rt)
         self.until_named = directory.until_named
         self.get_snapshot = directory.get_snapshot
@@ -247,9 +258,6 @@ class Core:
             write_errors=store.write_errors,
             writes_paused=store.paused,
             last_write_error=store.last_error,
-            images_encoded=totals.images_encoded,
-            image_bytes=self._rt.loaded.uploads.total_bytes,
-            image_limit_bytes=self._rt.config.image_bytes,
             restoring_rows=count(State.RESTORING),
             prefilling_rows=count(State.PREFILL),
             decoding_rows=count(State.DECODE),
@@ -258,6 +266,9 @@ class Core:
             active_bytes=self._rt.loop.reserved_bytes,
             active_limit_bytes=self._rt.config.active_bytes,
             evictions_by_tier={tier.name.lower(): usage.records for tier, usage in store.evicted.items()},
+            images_encoded=totals.images_encoded,
+            image_bytes=self._rt.loaded.uploads.total_bytes,
+            image_limit_bytes=self._rt.config.image_bytes,
         )
 
     def rows(self, owner: str) -> list[RowView]:
@@ -284,6 +295,17 @@ class Core:
     def totals(self) -> Totals:
         """What the engine thread has counted and measured; there once `start` was called."""
         return self._rt.loop.totals
+
+    async def count_tokens(self, call: CountTokensCall, owner: str) -> Counted:
+        """Measured by `Derivations`; a plan's calls would have to pass the gate as well."""
+        counted = await self._count_tokens(call, owner)
+        plan = counted.plan
+        if call.plan is None or plan is None or self._gate.takes(owner, call.plan.branches):
+            return counted
+        if plan.forecast.admission is not Admission.NOW:
+            return counted
+        waits = replace(plan.forecast, admission=Admission.QUEUED, reason="OWNER_BUSY")
+        return replace(counted, plan=replace(plan, forecast=waits))
 
     def watches(self) -> int:
         """Snapshot watches that are open."""

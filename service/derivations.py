@@ -277,7 +277,7 @@ class Derivations:
             total = len(prompt.tokens)
             lookup = loaded.cache.lookup(owner, prompt.tokens, base=parent.node if parent else None, keep=())
             try:
-                plan = self._planned(call.plan, lookup, total, loaded, owner) if call.plan is not None else None
+                plan = self._planned(call.plan, total, lookup, loaded, owner) if call.plan is not None else None
             finally:
                 loaded.cache.release(lookup)
             return Counted(
@@ -290,8 +290,8 @@ class Derivations:
                 plan=plan,
             )
 
-    def _planned(self, asked: PlanOptions, lookup: Lookup, total: int, loaded: Loaded, owner: str) -> PlanView:
-        """What calls that go on from the looked-up prompt would meet now."""
+    def _planned(self, asked: PlanOptions, total: int, lookup: Lookup, loaded: Loaded, owner: str) -> PlanView:
+        """What calls that go on from the looked-up prompt of `total` tokens would meet now."""
         rt = self._rt
         known = max(lookup.known, lookup.position)
         disk, memory_bytes, disk_bytes = loaded.cache.weigh(lookup)

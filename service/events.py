@@ -371,9 +371,6 @@ class StatsView:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
-    images_encoded: int = 0
-    image_bytes: int = 0
-    image_limit_bytes: int = 0
     restoring_rows: int = 0
     prefilling_rows: int = 0
     decoding_rows: int = 0
@@ -382,3 +379,6 @@ class StatsView:
     active_bytes: int = 0
     active_limit_bytes: int = 0
     evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0

@@ -12,7 +12,7 @@ from kvfork.v1 import inference_service_pb2_grpc as pb_grpc
 from service.core_api import Inference
 from service.events import Event
 from service.rpc import mapping_in, mapping_out
-from service.rpc.caller import caller_of
+from service.rpc.caller import caller_of, is_admin
 from service.rpc.reader import Reader
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -54,4 +54,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         call = mapping_in.read_count_tokens(request, self._limits)
-        return mapping_out.write_counted(await self._core.count_tokens(call, caller_of(context)))
+        reply = mapping_out.write_counted(await self._core.count_tokens(call, caller_of(context)))
+        if reply.HasField("plan") and not is_admin(context):
+            reply.plan.ClearField("free_bytes")  # to the byte, what others have is theirs to know
+        return reply

@@ -367,9 +367,6 @@ def write_stats(view: StatsView) -> server_pb.CacheStats:
         write_errors=view.write_errors,
         writes_paused=view.writes_paused,
         last_write_error=view.last_write_error[:_ERROR_CHARS],
-        images_encoded=view.images_encoded,
-        image_bytes=view.image_bytes,
-        image_limit_bytes=view.image_limit_bytes,
         restoring_rows=view.restoring_rows,
         prefilling_rows=view.prefilling_rows,
         decoding_rows=view.decoding_rows,
@@ -378,6 +375,9 @@ def write_stats(view: StatsView) -> server_pb.CacheStats:
         active_bytes=view.active_bytes,
         active_limit_bytes=view.active_limit_bytes,
         evictions_by_tier=view.evictions_by_tier,
+        images_encoded=view.images_encoded,
+        image_bytes=view.image_bytes,
+        image_limit_bytes=view.image_limit_bytes,
     )
 
 

@@ -46,12 +46,14 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
     async def GetCacheStats(self, request: pb.GetCacheStatsRequest, context: Context) -> pb.GetCacheStatsResponse:
         # Looks at every snapshot: beside the loop, which has health to answer.
         owner = caller_of(context)
-        rows = [mapping_out.write_row(row) for row in self._core.rows(owner)[:MOST_ROWS]]
         if is_admin(context):
-            stats = await asyncio.to_thread(self._core.stats)
-            return pb.GetCacheStatsResponse(stats=mapping_out.write_stats(stats), rows=rows)
-        stats = await asyncio.to_thread(self._core.owner_stats, owner)
-        return pb.GetCacheStatsResponse(stats=mapping_out.write_stats(stats), owner=owner, rows=rows)
+            stats, counted = await asyncio.to_thread(self._core.stats), ""
+        else:
+            stats, counted = await asyncio.to_thread(self._core.owner_stats, owner), owner
+        rows = self._core.rows(owner)[:MOST_ROWS]
+        return pb.GetCacheStatsResponse(
+            stats=mapping_out.write_stats(stats), rows=[mapping_out.write_row(row) for row in rows], owner=counted
+        )
 
     async def TrimCache(self, request: pb.TrimCacheRequest, context: Context) -> pb.TrimCacheResponse:
         require_admin(context, "TrimCache")

@@ -74,13 +74,6 @@ def test_watch_prints_a_line_for_each_event(peer: Peer, kvfork: Kvfork, capsys: 
     assert (request.resume_token, dict(request.labels)) == ("t0", {"k": "v"})
 
 
-def until_said(text: str) -> None:
-    """Waits until a command has printed `text`; for tests that capture with capsys."""
-    assert isinstance(sys.stdout, CaptureIO)
-    while text not in sys.stdout.getvalue():
-        time.sleep(0.01)
-
-
 def test_plan_says_what_a_call_would_cost(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
     def script(request: Any, context: Any) -> Any:
         plan = inf.Plan(memory_tokens=256, disk_tokens=256, recomputed_tokens=40, new_tokens=60, memory_bytes=2048)
@@ -117,6 +110,13 @@ def test_health_is_an_exit_code(peer: Peer, kvfork: Kvfork, capsys: pytest.Captu
     assert kvfork("health", "InferenceService") == 1
     assert capsys.readouterr().out == "serving\nnot serving\n"
     assert kvfork("health", "NoSuchService") == 1
+
+
+def until_said(text: str) -> None:
+    """Waits until a command has printed `text`; for tests that capture with capsys."""
+    assert isinstance(sys.stdout, CaptureIO)
+    while text not in sys.stdout.getvalue():
+        time.sleep(0.01)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------

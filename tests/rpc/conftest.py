@@ -254,13 +254,13 @@ class ScriptedCore:
         others = {"checkpoints_skipped": {"queue_full": 5}, "writes_paused": True, "evictions_by_tier": {"disk": 3}}
         return StatsView(**{**numbers, **texts, **others})
 
-    def owner_stats(self, owner: str) -> StatsView:
-        self._asked("owner_stats", owner)
-        return replace(self.stats(), memory_bytes=0)
-
     def rows(self, owner: str) -> list[RowView]:
         self._asked("rows", owner)
         return self.row_views
+
+    def owner_stats(self, owner: str) -> StatsView:
+        self._asked("owner_stats", owner)
+        return replace(self.stats(), memory_bytes=0)
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         self.trimmed = (memory_bytes, disk_bytes)

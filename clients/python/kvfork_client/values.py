@@ -451,10 +451,6 @@ class CacheStats:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
-    owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's
-    images_encoded: int = 0
-    image_bytes: int = 0
-    image_limit_bytes: int = 0
     restoring_rows: int = 0
     prefilling_rows: int = 0
     decoding_rows: int = 0
@@ -464,3 +460,7 @@ class CacheStats:
     active_limit_bytes: int = 0
     evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()  # the caller's own, oldest first
+    owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0
