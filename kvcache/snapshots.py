@@ -147,7 +147,8 @@ class SnapshotRegistry:
             snapshot = None
         if snapshot is not None:
             return snapshot
-        tomb = self._tombs[owner].get(snapshot_id) if owner in self._tombs else None
+        tombs = self._tombs.get(owner)
+        tomb = tombs.get(snapshot_id) if tombs is not None else None
         if tomb is not None and now - tomb[1] < TOMBSTONE_SECONDS:
             raise GoneSnapshot(snapshot_id, tomb[0], tomb[1])
         raise UnknownSnapshot(snapshot_id, f"no snapshot {snapshot_id}")
