@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
+# Test files run side by side in so many processes, one thread each; a file's tests stay together.
+WORKERS ?= 2
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
@@ -23,7 +25,7 @@ $(VENV)/.done: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar on --upgrade pip
-	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,cpu,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,vision,cpu,dev]'
 	@touch $@
 
 demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3)
@@ -36,10 +38,10 @@ chat: setup ## Talk to a running server
 	$(BIN)/kvfork chat $(ARGS)
 
 test: setup ## Run the test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not full" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not full" $(ARGS)
 
 test-slow: setup ## Run the longer tests too: soak, memory, every client
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant checked when idle; prints JSON
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) $(ARGS)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcache.cache import CacheLimits, PrefixCache
-from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.store import StoreConfig, TieredStore
 from service.config import Config
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
+from service.images.uploads import Uploads
 from service.open_store import KeySource, OpenStore, open_store
+from service.rpc.access import Access
 from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
@@ -40,16 +41,16 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
 
         log.info("loading %s from %s", model_name, folder)
         model, facts = load_model(folder)
-        policy = CheckpointPolicy(config.checkpoints)
         store_config = StoreConfig(
             directory=config.scratch_dir,
             memory_bytes=config.memory_bytes,
             disk_bytes=config.disk_budget,
             queue_bytes=min(QUEUE_BYTES, config.memory_bytes // 4),
-            policy=policy,
+            checkpoints=config.kept_on_the_way(),
             daily_write_bytes=config.daily_write_bytes,
         )
         store = durable.store(store_config, facts.fingerprint) if durable is not None else TieredStore(store_config)
+        uploads = Uploads(config.image_bytes)
         cache = PrefixCache(
             store,
             facts.layout,
@@ -61,8 +62,9 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
                 max_ttl=config.max_ttl,
             ),
             share_decoded=config.share_decoded,
+            share_prefixes=config.share_prefixes,
             durable=durable.about if durable is not None else None,
-            checkpoints=Checkpoints(policy=policy, state_spacing=config.state_spacing),
+            media=uploads,
         )
         store.start()
         codec = TextCodec.load(folder)
@@ -73,6 +75,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             context_tokens=facts.context_tokens,
             vocab_size=facts.vocab_size,
             eos_token_ids=tuple(sorted(codec.eos_ids)),
+            vision=facts.preparer is not None,
             trimmable=facts.layout.trimmable,
             bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
@@ -98,6 +101,8 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             channels=channels,
             grammars=Grammars(codec, channels),
             again=again,
+            preparer=facts.preparer,
+            uploads=uploads,
         )
 
     return load
@@ -110,8 +115,10 @@ class ModelHasChanged(Exception):
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
     """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
 
-    Raises StoreUnusable before anything else if there is a durable store and it cannot be opened.
+    Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
+    a durable store and it cannot be opened.
     """
+    access = Access(config)
     durable: OpenStore | None = None
     if config.store_dir is not None:
         durable = open_store(config.store_dir, KeySource(file=config.key_file, command=config.key_command))
@@ -119,7 +126,7 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
         core = Core(config, model_name, loader(config, folder, model_name, durable), durable)
         await core.start()
         try:
-            code = await serve(core, config, ready=ready)
+            code = await serve(core, config, ready=ready, access=access)
         finally:
             await core.close()
     finally:

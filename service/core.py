@@ -22,6 +22,7 @@ from service.derivations import Derivations
 from service.directory import Directory
 from service.engine import Engine
 from service.events import LimitsView, ModelState, ModelView, Residency, ServerView, StatsView
+from service.gate import Gate
 from service.generations import Generations
 from service.handles import Handles
 from service.idempotency import Replays
@@ -31,6 +32,7 @@ from service.outbox import Outlet
 from service.runtime import Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
 from service.watchdog import Watchdog
+from service.watching import Watches
 
 log = logging.getLogger("kvfork.core")
 
@@ -56,13 +58,14 @@ class Core:
         self.hangs = False  # after `close`: the engine thread is still inside the model
         generations = Generations(self._rt)
         replays = Replays()
-        self.generate = replays.generate(generations.generate)
+        gate = self._gate = Gate(config.owner_running)
+        self.generate = replays.generate(gate.generate(generations.generate))
         self.stop_generation = generations.stop
         derivations = Derivations(self._rt)
-        self.create_snapshot = replays.unary("CreateSnapshot", derivations.create_snapshot)
-        self.fork = replays.unary("Fork", derivations.fork)
-        self.rollback = replays.unary("Rollback", derivations.rollback)
-        self.count_tokens = derivations.count_tokens
+        self.create_snapshot = replays.unary("CreateSnapshot", gate.unary(derivations.create_snapshot))
+        self.fork = replays.unary("Fork", gate.unary(derivations.fork))
+        self.rollback = replays.unary("Rollback", gate.unary(derivations.rollback))
+        self.count_tokens = gate.unary(derivations.count_tokens)
         directory = Directory(self._rt)
         self.until_named = directory.until_named
         self.get_snapshot = directory.get_snapshot
@@ -71,6 +74,9 @@ class Core:
         self.update_snapshot = directory.update_snapshot
         self.extend_snapshots = directory.extend_snapshots
         self.delete_snapshot = directory.delete_snapshot
+        self._watches = Watches(self._boot_id, most=config.max_watches)
+        self.watch_snapshots = self._watches.watch
+        self.end_watches = self._watches.close
 
     async def start(self) -> None:
         """Starts the engine thread, which begins by loading the model."""
@@ -91,6 +97,7 @@ class Core:
         self._rt.start(engine_loop, outlet)
         self._rt.loop.start()
         self._rt.spawn(self._sweep())
+        self._rt.spawn(self._watches.look())
 
     def _new_scheduler(self) -> Scheduler:
         config = self._rt.config
@@ -144,16 +151,26 @@ class Core:
             boot_id=self._boot_id,
             version=version("kvfork"),
             features=tuple(
-                name for name, on in (("durable", c.store_dir is not None), ("share_decoded", c.share_decoded)) if on
+                name
+                for name, on in (
+                    ("durable", c.store_dir is not None),
+                    ("share_decoded", c.share_decoded),
+                    ("share_prefixes", c.share_prefixes),
+                )
+                if on
             ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
+                max_image_bytes=c.max_image_bytes,
+                max_images=c.max_images,
+                max_image_pixels=c.max_image_pixels,
                 max_fork_branches=c.max_fork_branches,
                 max_queue=c.max_queue,
                 max_batch=c.max_batch,
                 max_snapshots=c.max_snapshots,
                 max_pinned=c.max_pinned,
                 max_ttl=c.max_ttl,
+                max_watches=c.max_watches,
             ),
             uptime=time.monotonic() - self._started,
             draining=self._rt.draining,
@@ -164,6 +181,21 @@ class Core:
 
     def model(self, name: str) -> ModelView:
         return self._rt.check_model(name)
+
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner: its snapshots and calls. What all share tells of others' doings, so it is left out."""
+        tally = dict.fromkeys(Residency, 0)
+        if self._rt.loaded is not None and self._rt.handles is not None:
+            for snapshot in self._rt.loaded.cache.snapshots(owner):
+                tally[self._rt.handles.view(snapshot).residency] += 1
+        return replace(
+            _no_stats(self._rt.config),
+            active_sequences=self._gate.inside(owner),
+            queued_calls=self._gate.waiting(owner),
+            memory_snapshots=tally[Residency.MEMORY],
+            disk_snapshots=tally[Residency.DISK],
+            token_snapshots=tally[Residency.TOKENS],
+        )
 
     def stats(self) -> StatsView:
         tally = dict.fromkeys(Residency, 0)
@@ -190,7 +222,7 @@ class Core:
             checkpoints_read=sum(usage.records for usage in store.read.values()),
             checkpoints_corrupt=store.corrupt,
             evictions=sum(usage.records for usage in store.evicted.values()),
-            checkpoint_policy=self._rt.config.checkpoints,
+            checkpoint_policy=self._rt.config.checkpoints.value,
             checkpoints_skipped={reason.value: count for reason, count in store.skipped.items() if count},
             pending_bytes=store.pending_bytes,
             written_today_bytes=store.written_today,
@@ -198,6 +230,9 @@ class Core:
             write_errors=store.write_errors,
             writes_paused=store.paused,
             last_write_error=store.last_error,
+            images_encoded=totals.images_encoded,
+            image_bytes=self._rt.loaded.uploads.total_bytes,
+            image_limit_bytes=self._rt.config.image_bytes,
         )
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
@@ -230,6 +265,7 @@ class Core:
         self._rt.loaded = loaded
         self._rt.model_view = loaded.view
         self._rt.handles = Handles(loaded.cache, loaded.view.name, self._rt.instance)
+        self._watches.attach(loaded.cache, self._rt.handles)
         config = self._rt.config
         watchdog = Watchdog(
             self._rt.loop, self._restart, stuck_after=config.watchdog_seconds, restarts=config.engine_restarts
@@ -269,6 +305,6 @@ def _no_stats(config: Config) -> StatsView:
         checkpoints_read=0,
         checkpoints_corrupt=0,
         evictions=0,
-        checkpoint_policy=config.checkpoints,
+        checkpoint_policy=config.checkpoints.value,
         daily_write_limit_bytes=config.daily_write_bytes,
     )

@@ -15,6 +15,7 @@ from service.events import (
     ServerView,
     SnapshotView,
     StatsView,
+    Watched,
 )
 from service.request import (
     CountTokensCall,
@@ -63,6 +64,14 @@ class Inference(Protocol):
         """Up to `limit` snapshots oldest first, those strictly after (create_time, name)."""
         ...
 
+    def watch_snapshots(self, owner: str, labels: dict[str, str], resume_token: str) -> AsyncIterator[Watched]:
+        """What there is, Synced, then changes; ends by an error alone. Closing the iterator ends the watch."""
+        ...
+
+    def end_watches(self) -> None:
+        """All watches end: the server goes."""
+        ...
+
     def update_snapshot(self, change: SnapshotChange, owner: str) -> SnapshotView: ...
 
     def extend_snapshots(
@@ -85,7 +94,13 @@ class Inference(Protocol):
         """`name` "" means the only one; raises ModelNotFound."""
         ...
 
-    def stats(self) -> StatsView: ...
+    def stats(self) -> StatsView:
+        """Of the whole server, for admins."""
+        ...
+
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner's snapshots and calls; what belongs to all is 0."""
+        ...
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         """Evicts state down to these sizes once, as far as pins and uses allow; None leaves a tier alone."""

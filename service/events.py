@@ -26,6 +26,7 @@ class SnapshotView:
     model: str  # "models/{id}"
     model_fingerprint: str
     token_count: int
+    image_spans: tuple[tuple[int, int], ...] = ()  # [start, end), in order
     checkpointed_tokens: int
     prefix_hash: bytes
     residency: Residency
@@ -175,10 +176,53 @@ class Counted:
     """Result of CountTokens."""
 
     total_tokens: int
+    image_tokens: int = 0
     cached_tokens: int
     remaining_tokens: int
     token_ids: tuple[int, ...] = ()
     text: str = ""
+
+
+class WhyGone(enum.Enum):
+    """Why a watch shows a snapshot no longer."""
+
+    DELETED = 1
+    ROLLED_BACK = 2
+    EXPIRED = 3
+    UNLISTED = 6  # it is there, without the labels
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A snapshot is new, or is otherwise now."""
+
+    snapshot: SnapshotView
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A snapshot went away."""
+
+    name: str
+    reason: WhyGone
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The listing is over, or a watch goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """Nothing to tell for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One message of a watch; `resume_token` is empty during the listing."""
+
+    event: Changed | Gone | Synced | Bookmark
+    resume_token: str
 
 
 class ModelState(enum.Enum):
@@ -200,6 +244,7 @@ class ModelView:
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
     trimmable: bool = False
+    vision: bool = False
     bytes_per_token: int = 0
     default_temperature: float = 0.0
     default_top_p: float = 1.0
@@ -212,12 +257,16 @@ class LimitsView:
     """What is refused."""
 
     max_request_bytes: int
+    max_image_bytes: int
+    max_images: int
+    max_image_pixels: int
     max_fork_branches: int
     max_queue: int
     max_batch: int
     max_snapshots: int
     max_pinned: int
     max_ttl: float
+    max_watches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,3 +311,6 @@ class StatsView:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0

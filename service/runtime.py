@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvcache.cache import PrefixCache
 from kvcache.errors import StoreError
+from kvcache.media import shown
 from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
@@ -31,7 +33,11 @@ from service.errors import (
 )
 from service.events import Marked, ModelState, ModelView, SnapshotView
 from service.handles import RESOURCE, Handles, bare_id
+from service.images.intake import CallImages, Intake
+from service.images.limits import ImageLimits
+from service.images.uploads import Uploads
 from service.loop import EngineLoop
+from service.media import Preparer
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
@@ -59,6 +65,8 @@ class Loaded:
     channels: Format
     grammars: Grammars
     again: Callable[[], Engine]  # loads the same model once more, on a new engine thread
+    preparer: Preparer | None = None  # None: the model takes no images
+    uploads: Uploads = field(default_factory=lambda: Uploads(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +91,8 @@ class Runtime:
 
     def __init__(self, config: Config, model_view: ModelView, instance: str) -> None:
         self.config = config
+        limits = ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels)
+        self._images = Intake(limits)
         self.instance = instance
         self.model_view = model_view
         self.loaded: Loaded | None = None
@@ -104,6 +114,7 @@ class Runtime:
         for task in list(self._background):
             task.cancel()
         self._text_threads.shutdown(wait=False)
+        self._images.close()
 
     async def until_named(self, owner: str, name: str) -> None:
         """Waits while a cancelled call is still saving `name`: whoever cancelled it may look at once.
@@ -174,13 +185,31 @@ class Runtime:
         marks: Sequence[Mark] = (),
         at: str = "input",
         *,
+        images: CallImages,
         bounded: bool = True,
     ) -> Prompt:
         """The parent's tokens and what `given` adds, tokenized on a text thread; `bounded`: it must fit the context."""
         context = parent.node.all_tokens() if parent else ()
         if bounded:
             refuse_hopeless(loaded.codec, loaded.view, len(context), given, at)
-        return await self.on_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, marks, at))
+        pictures = await images.take(given, at)
+
+        def resolve() -> Prompt:
+            return resolve_prompt(
+                loaded.codec, loaded.view, context, given, marks, at, preparer=loaded.preparer, pictures=pictures
+            )
+
+        prompt = await self.on_text_thread(resolve)
+        return replace(prompt, images=await images.placed(prompt.tokens))
+
+    def images(self, loaded: Loaded, owner: str, held: ExitStack) -> CallImages:
+        """For one call's images, held until `held` is closed."""
+        return self._images.call(owner, loaded.preparer, loaded.uploads, held)
+
+    def shown(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Token ids as callers see them: the model's placeholder at image positions."""
+        preparer = self.loaded.preparer if self.loaded is not None else None
+        return shown(tokens, preparer.placeholder_id) if preparer is not None else tokens
 
     def submit(self, work: Work) -> tuple[Channel, RowId]:
         assert self.loaded is not None
@@ -346,12 +375,17 @@ _WHY_NOT_KEPT = {
     "SKIPPED_DISK_FULL": "the disk is full, or what is on it is all pinned",
     "SKIPPED_DISK_ERROR": "writes to the disk keep failing",
     "SKIPPED_MEMORY_FULL": "all of the memory budget is pinned",
-    "NOT_STORED": "state that it stands on was evicted for want of memory before it was reached",
-    "SKIPPED_TOO_LARGE": "it is larger than the budgets allow",
+    "EVICTED": "state that it stands on was evicted for want of room before it was named",
+    "CORRUPT": "state that it stands on did not come back from the disk as it was",
+    "NOT_STORED": "state that it stands on was not kept, or the disk did not take it after all",
+    "SKIPPED_TOO_LARGE": "one record of it is larger than either budget",
 }
 
 
-_MORE_MEMORY = "give the server more --memory-bytes, or try again when fewer calls run"
+_HINTS = {
+    "EVICTED": "give the server more --memory-bytes, or try again when fewer calls run",
+    "SKIPPED_TOO_LARGE": "give the server more --memory-bytes or --disk-bytes: no time helps",
+}
 
 
 def store_full(reason: str) -> StoreFull:
@@ -359,7 +393,7 @@ def store_full(reason: str) -> StoreFull:
     cause = reason.removeprefix("SKIPPED_")
     return StoreFull(
         f"the state could not be kept: {_WHY_NOT_KEPT.get(reason, reason)}",
-        hint=_MORE_MEMORY if reason == "NOT_STORED" else "free room, or try again later",
+        hint=_HINTS.get(reason, "free room, or try again later"),
         metadata={"cause": cause} if cause.isupper() else {},
-        retry_after=1.0,
+        retry_after=1.0 if reason != "SKIPPED_TOO_LARGE" else None,
     )

@@ -16,6 +16,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    images_encoded: int = 0  # by the vision tower
     prefill_pace: float = 0.0  # least seconds that a token of a whole block's prefill has taken; 0: none was seen yet
 
     def prefilled(self, tokens: int, seconds: float) -> None:

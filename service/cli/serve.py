@@ -18,8 +18,10 @@ examples:
   kvfork serve --model ~/models/my-mlx-model --address none --unix-socket ~/.kvfork.sock
   kvfork serve --memory-bytes 2GiB --disk-bytes 20GiB
   kvfork serve --store-dir ~/.kvfork --key-file ~/keys/kvfork    snapshots that outlive the server
+  kvfork serve --address 0.0.0.0:50051 --tls-cert cert.pem --tls-key key.pem --tokens tokens    for a team
 
 Every flag can be set as a variable instead: KVFORK_MODEL=gemma3 kvfork serve
+or in a file: kvfork serve --config kvfork.toml; `kvfork config show --default` prints one to begin from
 """
 
 
@@ -57,10 +59,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     from kvcache.errors import StoreUnusable
+    from service.rpc.access import AccessUnusable
 
     try:
         return app.main(config, folder, _model_id(config.model, folder), _ready)
-    except StoreUnusable as error:
+    except (StoreUnusable, AccessUnusable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

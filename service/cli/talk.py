@@ -23,12 +23,13 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         _add(subparsers, "generate", "generate text from a prompt or a snapshot", generate.run, generate.EPILOG, both)
     )
     group = _add(
-        subparsers, "snapshots", "list, get, delete and extend snapshots", None, snapshots.SNAPSHOTS_EPILOG, []
+        subparsers, "snapshots", "list, get, watch, delete and extend snapshots", None, snapshots.SNAPSHOTS_EPILOG, []
     )
     verbs = group.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for name, help_text, add_flags, run_verb in (
         ("list", "all snapshots, oldest first", snapshots.add_list_flags, snapshots.run_list),
         ("get", "one snapshot", snapshots.add_get_flags, snapshots.run_get),
+        ("watch", "follow what is made, changed and gone", snapshots.add_watch_flags, snapshots.run_watch),
         ("delete", "drop names; state shared with others stays", snapshots.add_delete_flags, snapshots.run_delete),
         ("extend", "keep snapshots alive", snapshots.add_extend_flags, snapshots.run_extend),
     ):

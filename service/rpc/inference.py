@@ -53,5 +53,5 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return mapping_out.write_rolled_back(await self._core.rollback(call, caller_of(context)))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
-        call = mapping_in.read_count_tokens(request)
+        call = mapping_in.read_count_tokens(request, self._limits)
         return mapping_out.write_counted(await self._core.count_tokens(call, caller_of(context)))

@@ -1,4 +1,4 @@
-"""The outermost layer of every call of ours. Owns what leaves when a handler raises: a status, and nothing else.
+"""The layer around every handler of ours. Owns what leaves when a handler raises: a status, and nothing else.
 
 * `CallError` becomes the status that `status` has for it.
 * An abort and a cancellation pass untouched: swallowing either leaks the call.
@@ -46,7 +46,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith(self._prefix):
             return handler
         codecs = {
-            "request_deserializer": _tolerant(handler.request_deserializer),
+            "request_deserializer": tolerant(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
@@ -59,7 +59,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 UNREADABLE = object()  # stands for a request that is no message
 
 
-def _tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+def tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """`parse`, which gives UNREADABLE where it would raise."""
     assert parse is not None, "generated handlers have one"
 
     def parse_or_tell(data: bytes) -> Any:

@@ -41,7 +41,7 @@ _RELEASES = {
 
 def read_generate(request: inference_pb.GenerateRequest, limits: LimitsView, *, deadline: float | None) -> GenerateCall:
     """The call that `request` asks for; `deadline` is what is left of its time, in seconds."""
-    fields = Fields()
+    fields = Fields(max_images=limits.max_images)
     given = _read_source(request, fields)
     save = read_save(request.save, "save", fields, limits) if request.HasField("save") else None
     marks = read_marks(request.marks, given, fields, limits)
@@ -70,7 +70,7 @@ def read_generate(request: inference_pb.GenerateRequest, limits: LimitsView, *, 
 
 def read_create_snapshot(request: inference_pb.CreateSnapshotRequest, limits: LimitsView) -> CreateSnapshotCall:
     """The call that `request` asks for."""
-    fields = Fields()
+    fields = Fields(max_images=limits.max_images)
     given = _read_source(request, fields)
     options = read_save(request.options, "options", fields, limits)
     marks = read_marks(request.marks, given, fields, limits)
@@ -93,7 +93,7 @@ def read_create_snapshot(request: inference_pb.CreateSnapshotRequest, limits: Li
 
 def read_fork(request: inference_pb.ForkRequest, limits: LimitsView) -> ForkCall:
     """The call that `request` asks for."""
-    fields = Fields()
+    fields = Fields(max_images=limits.max_images)
     if not 1 <= len(request.branches) <= limits.max_fork_branches:
         fields.wrong("branches", f"must be 1 to {limits.max_fork_branches}, are {len(request.branches)}")
     branches = []
@@ -143,9 +143,9 @@ def read_rollback(request: inference_pb.RollbackRequest, limits: LimitsView) -> 
     return call
 
 
-def read_count_tokens(request: inference_pb.CountTokensRequest) -> CountTokensCall:
+def read_count_tokens(request: inference_pb.CountTokensRequest, limits: LimitsView) -> CountTokensCall:
     """The call that `request` asks for."""
-    fields = Fields()
+    fields = Fields(max_images=limits.max_images)
     call = CountTokensCall(
         input=_read_source(request, fields),
         model=fields.name("model", request.model, "models"),

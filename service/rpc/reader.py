@@ -44,9 +44,7 @@ class Reader:
         """
         timer = asyncio.get_running_loop().call_later(self._patience, self._give_up)
         try:
-            await self._context.write(message)
-        except grpc.aio.InternalError:  # gRPC's word for a call that ended under a write; the cancel comes after it
-            raise asyncio.CancelledError("the reader is gone") from None
+            await written(self._context, message)
         finally:
             timer.cancel()
         if self._closing is not None:
@@ -55,3 +53,11 @@ class Reader:
 
     def _give_up(self) -> None:
         self._closing = asyncio.ensure_future(self._events.aclose())
+
+
+async def written(context: grpc.aio.ServicerContext[Any, Any], message: object) -> None:
+    """Writes one message. Raises CancelledError if the reader went away meanwhile."""
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:  # gRPC's word for a call that ended under a write; the cancel comes after it
+        raise asyncio.CancelledError("the reader is gone") from None

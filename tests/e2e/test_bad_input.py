@@ -336,7 +336,25 @@ generate_row(
     "DURABILITY_UNSUPPORTED",
     save=pb.SnapshotOptions(durability=pb.DURABILITY_DISK),
 )
-unary("", "WatchSnapshots", snapshot_pb.WatchSnapshotsRequest(), "UNIMPLEMENTED", "UNSUPPORTED")
+for token in ("x", "....", base64.urlsafe_b64encode(bytes(24)).decode(), "é", "A" * 10_000):
+    unary(
+        f"resume token {token[:8]!r}",
+        "WatchSnapshots",
+        snapshot_pb.WatchSnapshotsRequest(resume_token=token),
+        "INVALID_ARGUMENT",
+        "INVALID_FIELD",
+        "resume_token",
+        kinds="BadRequest",
+    )
+unary(
+    "bad label",
+    "WatchSnapshots",
+    snapshot_pb.WatchSnapshotsRequest(labels={"-": "x"}),
+    "INVALID_ARGUMENT",
+    "INVALID_FIELD",
+    "labels['-']",
+    kinds="BadRequest",
+)
 generate_row(
     "recompute over the bound",
     "FAILED_PRECONDITION",

@@ -301,7 +301,7 @@ def cache_stats() -> Call[CacheStats]:
     return _call(
         SERVER + "GetCacheStats",
         request,
-        lambda data: decode.cache_stats(_read(server_pb.GetCacheStatsResponse, data).stats),
+        lambda data: decode.cache_stats(_read(server_pb.GetCacheStatsResponse, data)),
     )
 
 

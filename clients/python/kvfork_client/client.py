@@ -13,6 +13,8 @@ from .endpoint import Tls, endpoint
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
 from .values import CacheStats, Extended, HealthStatus, ModelInfo, ServerInfo, SnapshotInfo, TokenCount
+from .watch_wire import watch_request
+from .watching import Watch
 
 
 class Client:
@@ -105,6 +107,16 @@ class Client:
             token = page.next_page_token
             if not token:
                 return
+
+    def watch(
+        self, *, labels: Mapping[str, str] | None = None, resume_token: str = "", timeout: float | None = None
+    ) -> Watch:
+        """Follows the caller's snapshots: what there is, Synced, then what happens. Ends by an error, or `cancel`.
+
+        Behind a `resume_token` of the same labels: Synced at once, then all that happened since. Errors come out of the
+        returned object. `timeout` is that of the whole watch; None, whatever the client's own, is for ever.
+        """
+        return Watch(self._connection, watch_request(labels, resume_token), timeout, resume_token)
 
     def extend_snapshots(
         self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None

@@ -235,19 +235,22 @@ def server_info(message: server_pb.GetServerInfoResponse) -> ServerInfo:
             max_request_bytes=limits.max_request_bytes,
             max_image_bytes=limits.max_image_bytes,
             max_images=limits.max_images,
+            max_image_pixels=limits.max_image_pixels,
             max_fork_branches=limits.max_fork_branches,
             max_queue=limits.max_queue,
             max_batch=limits.max_batch,
             max_snapshots=limits.max_snapshots,
             max_pinned=limits.max_pinned,
             max_ttl=seconds(limits.max_ttl),
+            max_watches=limits.max_watches,
         ),
         uptime=seconds(message.uptime),
         draining=message.draining,
     )
 
 
-def cache_stats(message: server_pb.CacheStats) -> CacheStats:
+def cache_stats(reply: server_pb.GetCacheStatsResponse) -> CacheStats:
+    message = reply.stats
     return CacheStats(
         checkpoint_interval=message.checkpoint_interval,
         active_sequences=message.active_sequences,
@@ -274,4 +277,8 @@ def cache_stats(message: server_pb.CacheStats) -> CacheStats:
         write_errors=message.write_errors,
         writes_paused=message.writes_paused,
         last_write_error=message.last_write_error,
+        owner=reply.owner,
+        images_encoded=message.images_encoded,
+        image_bytes=message.image_bytes,
+        image_limit_bytes=message.image_limit_bytes,
     )

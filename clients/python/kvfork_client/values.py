@@ -65,6 +65,18 @@ class Channel(WireEnum):
     TOOL_CALL = 2
 
 
+class GoneReason(WireEnum):
+    """Why a snapshot went away."""
+
+    UNSPECIFIED = 0
+    DELETED = 1
+    ROLLED_BACK = 2
+    EXPIRED = 3
+    EVICTED = 4
+    CORRUPT = 5
+    UNLISTED = 6  # it is there, without the labels that the watch asks for
+
+
 class ModelState(WireEnum):
     """Whether a model can be used."""
 
@@ -260,6 +272,26 @@ class Extended:
     missing: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Changed(Generic[S]):
+    """A snapshot is new, or is otherwise now."""
+
+    snapshot: S
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A snapshot went away."""
+
+    name: str
+    reason: GoneReason
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """All that was there has been told; what follows is news."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCount:
     """The size of an input. `text` and `token_ids` only if the rendered form was asked for."""
@@ -308,12 +340,14 @@ class Limits:
     max_request_bytes: int = 0
     max_image_bytes: int = 0
     max_images: int = 0
+    max_image_pixels: int = 0
     max_fork_branches: int = 0
     max_queue: int = 0
     max_batch: int = 0
     max_snapshots: int = 0
     max_pinned: int = 0
     max_ttl: float = 0.0
+    max_watches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,3 +392,7 @@ class CacheStats:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0
