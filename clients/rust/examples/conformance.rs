@@ -6,8 +6,8 @@ use std::{collections::HashSet, error::Error as StdError, io::BufRead, time::Dur
 use kvfork::{
     Client, Code, Error, Generation, Snapshot, Target, input,
     v1::{
-        CountTokensRequest, CreateSnapshotRequest, Delta, FinishReason, Finished, GenerateRequest, OutputOptions, Release,
-        RollbackRequest, Rounding, Sampling, SnapshotOptions, Stopping, Usage, generate_response::Event,
+        CountTokensRequest, CreateSnapshotRequest, Delta, FinishReason, Finished, GenerateRequest, OutputOptions,
+        Release, RollbackRequest, Rounding, Sampling, SnapshotOptions, Stopping, Usage, generate_response::Event,
     },
 };
 use serde_json::{Map, Value, json};
@@ -120,7 +120,7 @@ async fn stream(client: &Client, given: &Given) -> Seen {
                 deltas.push(delta);
                 "delta"
             }
-            Event::Progress(_) | Event::Marked(_) => "other",
+            _ => "other",
         });
     }
     kinds.dedup();
