@@ -425,13 +425,16 @@ async fn secured(_: &Client, given: &Given) -> Seen {
     let peer = given.text("peer");
     let trusting = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(std::fs::read(given.text("ca"))?));
     let known = Client::builder(peer).tls(trusting.clone()).token(given.text("token")).build()?;
+    let nobody = Client::builder(peer).tls(trusting.clone()).token(given.text("unknown_token")).build()?;
+    let unknown = failed(nobody.server_info().await)?;
     let stranger = Client::builder(peer).tls(trusting).build()?;
     let without = failed(stranger.server_info().await)?;
     let wary = Client::builder(peer).tls(ClientTlsConfig::new().with_native_roots()).retry(false).build()?;
     let other = failed(wary.server_info().await)?;
     Ok(json!({
-        "with_token": known.server_info().await?.instance,
+        "with_token": !known.server_info().await?.instance.is_empty(),
         "without_token": told(&without),
+        "unknown_token": told(&unknown),
         "other_roots": code(&other),
         "token_in_clear_refused": Client::builder("example.org:443").token(given.text("token")).build().is_err(),
     }))
