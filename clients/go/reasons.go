@@ -7,6 +7,10 @@ const (
 	ActiveMemory Reason = "ACTIVE_MEMORY"
 	// PERMISSION_DENIED. Use an admin's credentials.
 	AdminRequired Reason = "ADMIN_REQUIRED"
+	// RESOURCE_EXHAUSTED. metadata: limit.
+	CallQuota Reason = "CALL_QUOTA"
+	// UNAUTHENTICATED. Use a client certificate with one name.
+	CertificateUnusable Reason = "CERTIFICATE_UNUSABLE"
 	// DATA_LOSS. Make the snapshot again.
 	CheckpointCorrupt Reason = "CHECKPOINT_CORRUPT"
 	// INVALID_ARGUMENT. In the middle of a generation: no token fits the form any more, or following it costs too much.
@@ -23,6 +27,8 @@ const (
 	ForkMemory Reason = "FORK_MEMORY"
 	// INVALID_ARGUMENT. Send an encoded PNG, JPEG or WebP file.
 	ImageInvalid Reason = "IMAGE_INVALID"
+	// RESOURCE_EXHAUSTED. metadata: needBytes, limitBytes.
+	ImageMemory Reason = "IMAGE_MEMORY"
 	// FAILED_PRECONDITION. metadata: sha256.
 	ImageNotHeld Reason = "IMAGE_NOT_HELD"
 	// INVALID_ARGUMENT. Scale the image down; the limits are in the server's info.
@@ -67,6 +73,8 @@ const (
 	ServerDraining Reason = "SERVER_DRAINING"
 	// RESOURCE_EXHAUSTED. Read the stream faster, or gather more tokens into a message.
 	SlowReader Reason = "SLOW_READER"
+	// RESOURCE_EXHAUSTED. The request took too long to arrive: send less at a time.
+	SlowSender Reason = "SLOW_SENDER"
 	// NOT_FOUND. Make it again.
 	SnapshotDeleted Reason = "SNAPSHOT_DELETED"
 	// NOT_FOUND. Make it again; pin what must stay.
@@ -91,6 +99,12 @@ const (
 	TemplateMissing Reason = "TEMPLATE_MISSING"
 	// FAILED_PRECONDITION. This model's template cannot append turns: use raw input, or send the whole chat without a parent.
 	TemplateNotAppendable Reason = "TEMPLATE_NOT_APPENDABLE"
+	// UNAVAILABLE. No connection was made, because the two sides do not trust or do not understand each other. Never the server's own word: this client reads it off the failure.
+	TlsFailed Reason = "TLS_FAILED"
+	// UNAUTHENTICATED. Give the client a token.
+	TokenMissing Reason = "TOKEN_MISSING"
+	// UNAUTHENTICATED. Check the token: it may be mistyped, or have been replaced.
+	TokenUnknown Reason = "TOKEN_UNKNOWN"
 	// INTERNAL. Told by the client: a stream ended without its last message.
 	Truncated Reason = "TRUNCATED"
 	// FAILED_PRECONDITION. The last turn has no end: finish it with raw input, or roll back to before it.
@@ -99,6 +113,8 @@ const (
 	Unsupported Reason = "UNSUPPORTED"
 	// RESOURCE_EXHAUSTED. Start the watch over.
 	WatchOverflow Reason = "WATCH_OVERFLOW"
+	// RESOURCE_EXHAUSTED. metadata: limit.
+	WatchQuota Reason = "WATCH_QUOTA"
 	// FAILED_PRECONDITION. metadata: instance.
 	WrongInstance Reason = "WRONG_INSTANCE"
 )

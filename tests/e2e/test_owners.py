@@ -324,6 +324,38 @@ def test_numbers_of_the_whole_server_are_for_admins(house: House, alice: Owner):
         assert (refusal.code, refusal.reason) == ("PERMISSION_DENIED", "ADMIN_REQUIRED")
 
 
+def test_a_watch_shows_the_callers_own_and_its_token_fits_no_other(alice: Owner, mallory: Owner):
+    mine = {"watch": uuid.uuid4().hex[:8]}
+
+    def watch(owner: Owner, token: str = "") -> Any:
+        request = snapshot_pb.WatchSnapshotsRequest(labels=mine, resume_token=token)
+        return owner.snapshots.WatchSnapshots(request, timeout=PATIENCE)
+
+    hers, theirs = watch(alice), watch(mallory)
+    token, _ = next(hers).resume_token, next(theirs)
+    made = alice.create(SECRET[:450], labels=mine).snapshot
+    own = mallory.create(SECRET[:450], labels=mine).snapshot
+    assert next(hers).changed.name == made.name
+    assert next(theirs).changed.name == own.name  # the first thing that it hears
+    refusal = refused(lambda: watch(mallory, token))
+    assert (refusal.code, refusal.reason, refusal.fields) == ("INVALID_ARGUMENT", "INVALID_FIELD", ("resume_token",))
+    for stream in (hers, theirs):
+        stream.cancel()
+
+
+def test_rows_are_the_callers_own_and_plans_do_not_measure_others(house: House, alice: Owner):
+    mallory, ops = house.owner("mallory"), house.owner("ops")
+    stream = alice.inference.Generate(greedy(raw(SECRET), tokens=20_000), timeout=PATIENCE)
+    generation = next(stream).started.generation
+    assert [row.generation for row in alice.stats().rows] == [generation]
+    assert not mallory.stats().rows and not ops.stats().rows
+    request = inference_pb.CountTokensRequest(input=raw([5, 6]), plan=inference_pb.PlanOptions(max_tokens=5))
+    plans = {owner.name: owner.inference.CountTokens(request).plan for owner in (mallory, ops)}
+    assert plans["mallory"].free_bytes == 0 < plans["ops"].free_bytes
+    assert plans["mallory"].need_bytes == plans["ops"].need_bytes
+    stream.cancel()
+
+
 # Others' calls go on
 
 

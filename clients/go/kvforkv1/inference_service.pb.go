@@ -259,6 +259,63 @@ func (Release) EnumDescriptor() ([]byte, []int) {
 	return file_kvfork_v1_inference_service_proto_rawDescGZIP(), []int{3}
 }
 
+// What would become of a call.
+type Admission int32
+
+const (
+	// Not used.
+	Admission_ADMISSION_UNSPECIFIED Admission = 0
+	// It would begin at once.
+	Admission_ADMISSION_NOW Admission = 1
+	// It would be taken, and wait in the queue.
+	Admission_ADMISSION_QUEUED Admission = 2
+	// It would be refused.
+	Admission_ADMISSION_REFUSED Admission = 3
+)
+
+// Enum value maps for Admission.
+var (
+	Admission_name = map[int32]string{
+		0: "ADMISSION_UNSPECIFIED",
+		1: "ADMISSION_NOW",
+		2: "ADMISSION_QUEUED",
+		3: "ADMISSION_REFUSED",
+	}
+	Admission_value = map[string]int32{
+		"ADMISSION_UNSPECIFIED": 0,
+		"ADMISSION_NOW":         1,
+		"ADMISSION_QUEUED":      2,
+		"ADMISSION_REFUSED":     3,
+	}
+)
+
+func (x Admission) Enum() *Admission {
+	p := new(Admission)
+	*p = x
+	return p
+}
+
+func (x Admission) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Admission) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvfork_v1_inference_service_proto_enumTypes[4].Descriptor()
+}
+
+func (Admission) Type() protoreflect.EnumType {
+	return &file_kvfork_v1_inference_service_proto_enumTypes[4]
+}
+
+func (x Admission) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Admission.Descriptor instead.
+func (Admission) EnumDescriptor() ([]byte, []int) {
+	return file_kvfork_v1_inference_service_proto_rawDescGZIP(), []int{4}
+}
+
 // Asks for new tokens.
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2110,8 +2167,10 @@ type CountTokensRequest struct {
 	Input *Input `protobuf:"bytes,3,opt,name=input,proto3" json:"input,omitempty"`
 	// Fill token_ids and text.
 	IncludeRendered bool `protobuf:"varint,4,opt,name=include_rendered,json=includeRendered,proto3" json:"include_rendered,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Set: fill plan.
+	Plan          *PlanOptions `protobuf:"bytes,5,opt,name=plan,proto3" json:"plan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CountTokensRequest) Reset() {
@@ -2172,6 +2231,237 @@ func (x *CountTokensRequest) GetIncludeRendered() bool {
 	return false
 }
 
+func (x *CountTokensRequest) GetPlan() *PlanOptions {
+	if x != nil {
+		return x.Plan
+	}
+	return nil
+}
+
+// A call to plan for: a dry run that computes and reserves nothing.
+type PlanOptions struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Calls that would go on from the input at once, as after a fork. 0 is 1.
+	Branches uint32 `protobuf:"varint,1,opt,name=branches,proto3" json:"branches,omitempty"`
+	// New tokens of each. Unset: the server's default.
+	MaxTokens     *uint32 `protobuf:"varint,2,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlanOptions) Reset() {
+	*x = PlanOptions{}
+	mi := &file_kvfork_v1_inference_service_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlanOptions) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlanOptions) ProtoMessage() {}
+
+func (x *PlanOptions) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_inference_service_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlanOptions.ProtoReflect.Descriptor instead.
+func (*PlanOptions) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_inference_service_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *PlanOptions) GetBranches() uint32 {
+	if x != nil {
+		return x.Branches
+	}
+	return 0
+}
+
+func (x *PlanOptions) GetMaxTokens() uint32 {
+	if x != nil && x.MaxTokens != nil {
+		return *x.MaxTokens
+	}
+	return 0
+}
+
+// What a call would meet if it came now. A moment later it may be otherwise.
+// cached_tokens + recomputed_tokens + new_tokens = total_tokens.
+type Plan struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in Usage; cached_tokens is that of CountTokensResponse. The rest of the
+	// context would be computed.
+	MemoryTokens uint32 `protobuf:"varint,1,opt,name=memory_tokens,json=memoryTokens,proto3" json:"memory_tokens,omitempty"`
+	// As in Usage.
+	DiskTokens uint32 `protobuf:"varint,2,opt,name=disk_tokens,json=diskTokens,proto3" json:"disk_tokens,omitempty"`
+	// As in Usage.
+	RecomputedTokens uint32 `protobuf:"varint,3,opt,name=recomputed_tokens,json=recomputedTokens,proto3" json:"recomputed_tokens,omitempty"`
+	// As in Usage.
+	NewTokens uint32 `protobuf:"varint,4,opt,name=new_tokens,json=newTokens,proto3" json:"new_tokens,omitempty"`
+	// As in Usage.
+	MissReason MissReason `protobuf:"varint,5,opt,name=miss_reason,json=missReason,proto3,enum=kvfork.v1.MissReason" json:"miss_reason,omitempty"`
+	// Would be read from the disk tier.
+	DiskBytes uint64 `protobuf:"varint,6,opt,name=disk_bytes,json=diskBytes,proto3" json:"disk_bytes,omitempty"`
+	// Would be taken from the memory tier.
+	MemoryBytes uint64 `protobuf:"varint,7,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
+	// Reading stored state, at the pace of this process so far. Unset until it
+	// has read some.
+	PredictedLoad *durationpb.Duration `protobuf:"bytes,8,opt,name=predicted_load,json=predictedLoad,proto3" json:"predicted_load,omitempty"`
+	// Computing the rest, likewise; images to be encoded come on top.
+	PredictedPrefill *durationpb.Duration `protobuf:"bytes,9,opt,name=predicted_prefill,json=predictedPrefill,proto3" json:"predicted_prefill,omitempty"`
+	// From admission to the first token, were nothing else running: the sum of
+	// both. Unset if a part that is needed is unset.
+	PredictedTtft *durationpb.Duration `protobuf:"bytes,10,opt,name=predicted_ttft,json=predictedTtft,proto3" json:"predicted_ttft,omitempty"`
+	// Whether all branches would be admitted.
+	Admission Admission `protobuf:"varint,11,opt,name=admission,proto3,enum=kvfork.v1.Admission" json:"admission,omitempty"`
+	// Why not at once: ROWS_BUSY, OWNER_BUSY (the caller's own limit), or an
+	// ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL, CONTEXT_OVERFLOW or
+	// SNAPSHOT_QUOTA. Empty: at once.
+	Reason string `protobuf:"bytes,12,opt,name=reason,proto3" json:"reason,omitempty"`
+	// Working memory that the branches would reserve together.
+	NeedBytes uint64 `protobuf:"varint,13,opt,name=need_bytes,json=needBytes,proto3" json:"need_bytes,omitempty"`
+	// Working memory that nobody has reserved now. Told to admins alone.
+	FreeBytes     uint64 `protobuf:"varint,14,opt,name=free_bytes,json=freeBytes,proto3" json:"free_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Plan) Reset() {
+	*x = Plan{}
+	mi := &file_kvfork_v1_inference_service_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Plan) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Plan) ProtoMessage() {}
+
+func (x *Plan) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_inference_service_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Plan.ProtoReflect.Descriptor instead.
+func (*Plan) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_inference_service_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *Plan) GetMemoryTokens() uint32 {
+	if x != nil {
+		return x.MemoryTokens
+	}
+	return 0
+}
+
+func (x *Plan) GetDiskTokens() uint32 {
+	if x != nil {
+		return x.DiskTokens
+	}
+	return 0
+}
+
+func (x *Plan) GetRecomputedTokens() uint32 {
+	if x != nil {
+		return x.RecomputedTokens
+	}
+	return 0
+}
+
+func (x *Plan) GetNewTokens() uint32 {
+	if x != nil {
+		return x.NewTokens
+	}
+	return 0
+}
+
+func (x *Plan) GetMissReason() MissReason {
+	if x != nil {
+		return x.MissReason
+	}
+	return MissReason_MISS_REASON_UNSPECIFIED
+}
+
+func (x *Plan) GetDiskBytes() uint64 {
+	if x != nil {
+		return x.DiskBytes
+	}
+	return 0
+}
+
+func (x *Plan) GetMemoryBytes() uint64 {
+	if x != nil {
+		return x.MemoryBytes
+	}
+	return 0
+}
+
+func (x *Plan) GetPredictedLoad() *durationpb.Duration {
+	if x != nil {
+		return x.PredictedLoad
+	}
+	return nil
+}
+
+func (x *Plan) GetPredictedPrefill() *durationpb.Duration {
+	if x != nil {
+		return x.PredictedPrefill
+	}
+	return nil
+}
+
+func (x *Plan) GetPredictedTtft() *durationpb.Duration {
+	if x != nil {
+		return x.PredictedTtft
+	}
+	return nil
+}
+
+func (x *Plan) GetAdmission() Admission {
+	if x != nil {
+		return x.Admission
+	}
+	return Admission_ADMISSION_UNSPECIFIED
+}
+
+func (x *Plan) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *Plan) GetNeedBytes() uint64 {
+	if x != nil {
+		return x.NeedBytes
+	}
+	return 0
+}
+
+func (x *Plan) GetFreeBytes() uint64 {
+	if x != nil {
+		return x.FreeBytes
+	}
+	return 0
+}
+
 // The size of an input.
 type CountTokensResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2186,14 +2476,16 @@ type CountTokensResponse struct {
 	// The input's ids, if asked for.
 	TokenIds []uint32 `protobuf:"varint,5,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The rendered input, if asked for.
-	Text          string `protobuf:"bytes,6,opt,name=text,proto3" json:"text,omitempty"`
+	Text string `protobuf:"bytes,6,opt,name=text,proto3" json:"text,omitempty"`
+	// What a call would meet, if asked for.
+	Plan          *Plan `protobuf:"bytes,7,opt,name=plan,proto3" json:"plan,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvfork_v1_inference_service_proto_msgTypes[23]
+	mi := &file_kvfork_v1_inference_service_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2205,7 +2497,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_inference_service_proto_msgTypes[23]
+	mi := &file_kvfork_v1_inference_service_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2218,7 +2510,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_inference_service_proto_rawDescGZIP(), []int{23}
+	return file_kvfork_v1_inference_service_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CountTokensResponse) GetTotalTokens() uint32 {
@@ -2261,6 +2553,13 @@ func (x *CountTokensResponse) GetText() string {
 		return x.Text
 	}
 	return ""
+}
+
+func (x *CountTokensResponse) GetPlan() *Plan {
+	if x != nil {
+		return x.Plan
+	}
+	return nil
 }
 
 var File_kvfork_v1_inference_service_proto protoreflect.FileDescriptor
@@ -2411,19 +2710,48 @@ const file_kvfork_v1_inference_service_proto_rawDesc = "" +
 	"\x10RollbackResponse\x12/\n" +
 	"\bsnapshot\x18\x01 \x01(\v2\x13.kvfork.v1.SnapshotR\bsnapshot\x12\x1a\n" +
 	"\breleased\x18\x02 \x03(\tR\breleased\x12&\n" +
-	"\x05usage\x18\x03 \x01(\v2\x10.kvfork.v1.UsageR\x05usage\"\x95\x01\n" +
+	"\x05usage\x18\x03 \x01(\v2\x10.kvfork.v1.UsageR\x05usage\"\xc1\x01\n" +
 	"\x12CountTokensRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x16\n" +
 	"\x06parent\x18\x02 \x01(\tR\x06parent\x12&\n" +
 	"\x05input\x18\x03 \x01(\v2\x10.kvfork.v1.InputR\x05input\x12)\n" +
-	"\x10include_rendered\x18\x04 \x01(\bR\x0fincludeRendered\"\xdc\x01\n" +
+	"\x10include_rendered\x18\x04 \x01(\bR\x0fincludeRendered\x12*\n" +
+	"\x04plan\x18\x05 \x01(\v2\x16.kvfork.v1.PlanOptionsR\x04plan\"\\\n" +
+	"\vPlanOptions\x12\x1a\n" +
+	"\bbranches\x18\x01 \x01(\rR\bbranches\x12\"\n" +
+	"\n" +
+	"max_tokens\x18\x02 \x01(\rH\x00R\tmaxTokens\x88\x01\x01B\r\n" +
+	"\v_max_tokens\"\xe8\x04\n" +
+	"\x04Plan\x12#\n" +
+	"\rmemory_tokens\x18\x01 \x01(\rR\fmemoryTokens\x12\x1f\n" +
+	"\vdisk_tokens\x18\x02 \x01(\rR\n" +
+	"diskTokens\x12+\n" +
+	"\x11recomputed_tokens\x18\x03 \x01(\rR\x10recomputedTokens\x12\x1d\n" +
+	"\n" +
+	"new_tokens\x18\x04 \x01(\rR\tnewTokens\x126\n" +
+	"\vmiss_reason\x18\x05 \x01(\x0e2\x15.kvfork.v1.MissReasonR\n" +
+	"missReason\x12\x1d\n" +
+	"\n" +
+	"disk_bytes\x18\x06 \x01(\x04R\tdiskBytes\x12!\n" +
+	"\fmemory_bytes\x18\a \x01(\x04R\vmemoryBytes\x12@\n" +
+	"\x0epredicted_load\x18\b \x01(\v2\x19.google.protobuf.DurationR\rpredictedLoad\x12F\n" +
+	"\x11predicted_prefill\x18\t \x01(\v2\x19.google.protobuf.DurationR\x10predictedPrefill\x12@\n" +
+	"\x0epredicted_ttft\x18\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\rpredictedTtft\x122\n" +
+	"\tadmission\x18\v \x01(\x0e2\x14.kvfork.v1.AdmissionR\tadmission\x12\x16\n" +
+	"\x06reason\x18\f \x01(\tR\x06reason\x12\x1d\n" +
+	"\n" +
+	"need_bytes\x18\r \x01(\x04R\tneedBytes\x12\x1d\n" +
+	"\n" +
+	"free_bytes\x18\x0e \x01(\x04R\tfreeBytes\"\x81\x02\n" +
 	"\x13CountTokensResponse\x12!\n" +
 	"\ftotal_tokens\x18\x01 \x01(\rR\vtotalTokens\x12!\n" +
 	"\fimage_tokens\x18\x02 \x01(\rR\vimageTokens\x12#\n" +
 	"\rcached_tokens\x18\x03 \x01(\rR\fcachedTokens\x12)\n" +
 	"\x10remaining_tokens\x18\x04 \x01(\rR\x0fremainingTokens\x12\x1b\n" +
 	"\ttoken_ids\x18\x05 \x03(\rR\btokenIds\x12\x12\n" +
-	"\x04text\x18\x06 \x01(\tR\x04text*P\n" +
+	"\x04text\x18\x06 \x01(\tR\x04text\x12#\n" +
+	"\x04plan\x18\a \x01(\v2\x0f.kvfork.v1.PlanR\x04plan*P\n" +
 	"\aChannel\x12\x17\n" +
 	"\x13CHANNEL_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11CHANNEL_REASONING\x10\x01\x12\x15\n" +
@@ -2444,7 +2772,12 @@ const file_kvfork_v1_inference_service_proto_rawDesc = "" +
 	"\x13RELEASE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fRELEASE_NONE\x10\x01\x12\x12\n" +
 	"\x0eRELEASE_SOURCE\x10\x02\x12\x15\n" +
-	"\x11RELEASE_ABANDONED\x10\x032\xd3\x03\n" +
+	"\x11RELEASE_ABANDONED\x10\x03*f\n" +
+	"\tAdmission\x12\x19\n" +
+	"\x15ADMISSION_UNSPECIFIED\x10\x00\x12\x11\n" +
+	"\rADMISSION_NOW\x10\x01\x12\x14\n" +
+	"\x10ADMISSION_QUEUED\x10\x02\x12\x15\n" +
+	"\x11ADMISSION_REFUSED\x10\x032\xd3\x03\n" +
 	"\x10InferenceService\x12E\n" +
 	"\bGenerate\x12\x1a.kvfork.v1.GenerateRequest\x1a\x1b.kvfork.v1.GenerateResponse0\x01\x12U\n" +
 	"\x0eStopGeneration\x12 .kvfork.v1.StopGenerationRequest\x1a!.kvfork.v1.StopGenerationResponse\x12U\n" +
@@ -2465,107 +2798,118 @@ func file_kvfork_v1_inference_service_proto_rawDescGZIP() []byte {
 	return file_kvfork_v1_inference_service_proto_rawDescData
 }
 
-var file_kvfork_v1_inference_service_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
-var file_kvfork_v1_inference_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_kvfork_v1_inference_service_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
+var file_kvfork_v1_inference_service_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_kvfork_v1_inference_service_proto_goTypes = []any{
 	(Channel)(0),                   // 0: kvfork.v1.Channel
 	(FinishReason)(0),              // 1: kvfork.v1.FinishReason
 	(Rounding)(0),                  // 2: kvfork.v1.Rounding
 	(Release)(0),                   // 3: kvfork.v1.Release
-	(*GenerateRequest)(nil),        // 4: kvfork.v1.GenerateRequest
-	(*Constraint)(nil),             // 5: kvfork.v1.Constraint
-	(*Choice)(nil),                 // 6: kvfork.v1.Choice
-	(*OutputOptions)(nil),          // 7: kvfork.v1.OutputOptions
-	(*GenerateResponse)(nil),       // 8: kvfork.v1.GenerateResponse
-	(*Started)(nil),                // 9: kvfork.v1.Started
-	(*Progress)(nil),               // 10: kvfork.v1.Progress
-	(*Marked)(nil),                 // 11: kvfork.v1.Marked
-	(*Delta)(nil),                  // 12: kvfork.v1.Delta
-	(*TokenLogprob)(nil),           // 13: kvfork.v1.TokenLogprob
-	(*TopLogprob)(nil),             // 14: kvfork.v1.TopLogprob
-	(*Finished)(nil),               // 15: kvfork.v1.Finished
-	(*Timing)(nil),                 // 16: kvfork.v1.Timing
-	(*StopGenerationRequest)(nil),  // 17: kvfork.v1.StopGenerationRequest
-	(*StopGenerationResponse)(nil), // 18: kvfork.v1.StopGenerationResponse
-	(*CreateSnapshotRequest)(nil),  // 19: kvfork.v1.CreateSnapshotRequest
-	(*CreateSnapshotResponse)(nil), // 20: kvfork.v1.CreateSnapshotResponse
-	(*ForkRequest)(nil),            // 21: kvfork.v1.ForkRequest
-	(*ForkBranch)(nil),             // 22: kvfork.v1.ForkBranch
-	(*ForkResponse)(nil),           // 23: kvfork.v1.ForkResponse
-	(*RollbackRequest)(nil),        // 24: kvfork.v1.RollbackRequest
-	(*RollbackResponse)(nil),       // 25: kvfork.v1.RollbackResponse
-	(*CountTokensRequest)(nil),     // 26: kvfork.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),    // 27: kvfork.v1.CountTokensResponse
-	(*Input)(nil),                  // 28: kvfork.v1.Input
-	(*Sampling)(nil),               // 29: kvfork.v1.Sampling
-	(*Stopping)(nil),               // 30: kvfork.v1.Stopping
-	(*SnapshotOptions)(nil),        // 31: kvfork.v1.SnapshotOptions
-	(*Mark)(nil),                   // 32: kvfork.v1.Mark
-	(*durationpb.Duration)(nil),    // 33: google.protobuf.Duration
-	(*Snapshot)(nil),               // 34: kvfork.v1.Snapshot
-	(*Usage)(nil),                  // 35: kvfork.v1.Usage
+	(Admission)(0),                 // 4: kvfork.v1.Admission
+	(*GenerateRequest)(nil),        // 5: kvfork.v1.GenerateRequest
+	(*Constraint)(nil),             // 6: kvfork.v1.Constraint
+	(*Choice)(nil),                 // 7: kvfork.v1.Choice
+	(*OutputOptions)(nil),          // 8: kvfork.v1.OutputOptions
+	(*GenerateResponse)(nil),       // 9: kvfork.v1.GenerateResponse
+	(*Started)(nil),                // 10: kvfork.v1.Started
+	(*Progress)(nil),               // 11: kvfork.v1.Progress
+	(*Marked)(nil),                 // 12: kvfork.v1.Marked
+	(*Delta)(nil),                  // 13: kvfork.v1.Delta
+	(*TokenLogprob)(nil),           // 14: kvfork.v1.TokenLogprob
+	(*TopLogprob)(nil),             // 15: kvfork.v1.TopLogprob
+	(*Finished)(nil),               // 16: kvfork.v1.Finished
+	(*Timing)(nil),                 // 17: kvfork.v1.Timing
+	(*StopGenerationRequest)(nil),  // 18: kvfork.v1.StopGenerationRequest
+	(*StopGenerationResponse)(nil), // 19: kvfork.v1.StopGenerationResponse
+	(*CreateSnapshotRequest)(nil),  // 20: kvfork.v1.CreateSnapshotRequest
+	(*CreateSnapshotResponse)(nil), // 21: kvfork.v1.CreateSnapshotResponse
+	(*ForkRequest)(nil),            // 22: kvfork.v1.ForkRequest
+	(*ForkBranch)(nil),             // 23: kvfork.v1.ForkBranch
+	(*ForkResponse)(nil),           // 24: kvfork.v1.ForkResponse
+	(*RollbackRequest)(nil),        // 25: kvfork.v1.RollbackRequest
+	(*RollbackResponse)(nil),       // 26: kvfork.v1.RollbackResponse
+	(*CountTokensRequest)(nil),     // 27: kvfork.v1.CountTokensRequest
+	(*PlanOptions)(nil),            // 28: kvfork.v1.PlanOptions
+	(*Plan)(nil),                   // 29: kvfork.v1.Plan
+	(*CountTokensResponse)(nil),    // 30: kvfork.v1.CountTokensResponse
+	(*Input)(nil),                  // 31: kvfork.v1.Input
+	(*Sampling)(nil),               // 32: kvfork.v1.Sampling
+	(*Stopping)(nil),               // 33: kvfork.v1.Stopping
+	(*SnapshotOptions)(nil),        // 34: kvfork.v1.SnapshotOptions
+	(*Mark)(nil),                   // 35: kvfork.v1.Mark
+	(*durationpb.Duration)(nil),    // 36: google.protobuf.Duration
+	(*Snapshot)(nil),               // 37: kvfork.v1.Snapshot
+	(*Usage)(nil),                  // 38: kvfork.v1.Usage
+	(MissReason)(0),                // 39: kvfork.v1.MissReason
 }
 var file_kvfork_v1_inference_service_proto_depIdxs = []int32{
-	28, // 0: kvfork.v1.GenerateRequest.input:type_name -> kvfork.v1.Input
-	29, // 1: kvfork.v1.GenerateRequest.sampling:type_name -> kvfork.v1.Sampling
-	30, // 2: kvfork.v1.GenerateRequest.stopping:type_name -> kvfork.v1.Stopping
-	7,  // 3: kvfork.v1.GenerateRequest.output:type_name -> kvfork.v1.OutputOptions
-	31, // 4: kvfork.v1.GenerateRequest.save:type_name -> kvfork.v1.SnapshotOptions
-	32, // 5: kvfork.v1.GenerateRequest.marks:type_name -> kvfork.v1.Mark
-	5,  // 6: kvfork.v1.GenerateRequest.constraint:type_name -> kvfork.v1.Constraint
-	6,  // 7: kvfork.v1.Constraint.choice:type_name -> kvfork.v1.Choice
-	9,  // 8: kvfork.v1.GenerateResponse.started:type_name -> kvfork.v1.Started
-	10, // 9: kvfork.v1.GenerateResponse.progress:type_name -> kvfork.v1.Progress
-	12, // 10: kvfork.v1.GenerateResponse.delta:type_name -> kvfork.v1.Delta
-	15, // 11: kvfork.v1.GenerateResponse.finished:type_name -> kvfork.v1.Finished
-	11, // 12: kvfork.v1.GenerateResponse.marked:type_name -> kvfork.v1.Marked
-	33, // 13: kvfork.v1.Started.queue_time:type_name -> google.protobuf.Duration
-	34, // 14: kvfork.v1.Marked.snapshot:type_name -> kvfork.v1.Snapshot
-	13, // 15: kvfork.v1.Delta.logprobs:type_name -> kvfork.v1.TokenLogprob
+	31, // 0: kvfork.v1.GenerateRequest.input:type_name -> kvfork.v1.Input
+	32, // 1: kvfork.v1.GenerateRequest.sampling:type_name -> kvfork.v1.Sampling
+	33, // 2: kvfork.v1.GenerateRequest.stopping:type_name -> kvfork.v1.Stopping
+	8,  // 3: kvfork.v1.GenerateRequest.output:type_name -> kvfork.v1.OutputOptions
+	34, // 4: kvfork.v1.GenerateRequest.save:type_name -> kvfork.v1.SnapshotOptions
+	35, // 5: kvfork.v1.GenerateRequest.marks:type_name -> kvfork.v1.Mark
+	6,  // 6: kvfork.v1.GenerateRequest.constraint:type_name -> kvfork.v1.Constraint
+	7,  // 7: kvfork.v1.Constraint.choice:type_name -> kvfork.v1.Choice
+	10, // 8: kvfork.v1.GenerateResponse.started:type_name -> kvfork.v1.Started
+	11, // 9: kvfork.v1.GenerateResponse.progress:type_name -> kvfork.v1.Progress
+	13, // 10: kvfork.v1.GenerateResponse.delta:type_name -> kvfork.v1.Delta
+	16, // 11: kvfork.v1.GenerateResponse.finished:type_name -> kvfork.v1.Finished
+	12, // 12: kvfork.v1.GenerateResponse.marked:type_name -> kvfork.v1.Marked
+	36, // 13: kvfork.v1.Started.queue_time:type_name -> google.protobuf.Duration
+	37, // 14: kvfork.v1.Marked.snapshot:type_name -> kvfork.v1.Snapshot
+	14, // 15: kvfork.v1.Delta.logprobs:type_name -> kvfork.v1.TokenLogprob
 	0,  // 16: kvfork.v1.Delta.channel:type_name -> kvfork.v1.Channel
-	14, // 17: kvfork.v1.TokenLogprob.top:type_name -> kvfork.v1.TopLogprob
+	15, // 17: kvfork.v1.TokenLogprob.top:type_name -> kvfork.v1.TopLogprob
 	1,  // 18: kvfork.v1.Finished.reason:type_name -> kvfork.v1.FinishReason
-	34, // 19: kvfork.v1.Finished.snapshot:type_name -> kvfork.v1.Snapshot
-	35, // 20: kvfork.v1.Finished.usage:type_name -> kvfork.v1.Usage
-	16, // 21: kvfork.v1.Finished.timing:type_name -> kvfork.v1.Timing
-	33, // 22: kvfork.v1.Timing.queue:type_name -> google.protobuf.Duration
-	33, // 23: kvfork.v1.Timing.load:type_name -> google.protobuf.Duration
-	33, // 24: kvfork.v1.Timing.prefill:type_name -> google.protobuf.Duration
-	33, // 25: kvfork.v1.Timing.decode:type_name -> google.protobuf.Duration
-	28, // 26: kvfork.v1.CreateSnapshotRequest.input:type_name -> kvfork.v1.Input
-	31, // 27: kvfork.v1.CreateSnapshotRequest.options:type_name -> kvfork.v1.SnapshotOptions
-	32, // 28: kvfork.v1.CreateSnapshotRequest.marks:type_name -> kvfork.v1.Mark
-	34, // 29: kvfork.v1.CreateSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
-	35, // 30: kvfork.v1.CreateSnapshotResponse.usage:type_name -> kvfork.v1.Usage
-	34, // 31: kvfork.v1.CreateSnapshotResponse.marked:type_name -> kvfork.v1.Snapshot
-	22, // 32: kvfork.v1.ForkRequest.branches:type_name -> kvfork.v1.ForkBranch
-	28, // 33: kvfork.v1.ForkBranch.append:type_name -> kvfork.v1.Input
-	31, // 34: kvfork.v1.ForkBranch.options:type_name -> kvfork.v1.SnapshotOptions
-	34, // 35: kvfork.v1.ForkResponse.snapshots:type_name -> kvfork.v1.Snapshot
-	35, // 36: kvfork.v1.ForkResponse.usage:type_name -> kvfork.v1.Usage
+	37, // 19: kvfork.v1.Finished.snapshot:type_name -> kvfork.v1.Snapshot
+	38, // 20: kvfork.v1.Finished.usage:type_name -> kvfork.v1.Usage
+	17, // 21: kvfork.v1.Finished.timing:type_name -> kvfork.v1.Timing
+	36, // 22: kvfork.v1.Timing.queue:type_name -> google.protobuf.Duration
+	36, // 23: kvfork.v1.Timing.load:type_name -> google.protobuf.Duration
+	36, // 24: kvfork.v1.Timing.prefill:type_name -> google.protobuf.Duration
+	36, // 25: kvfork.v1.Timing.decode:type_name -> google.protobuf.Duration
+	31, // 26: kvfork.v1.CreateSnapshotRequest.input:type_name -> kvfork.v1.Input
+	34, // 27: kvfork.v1.CreateSnapshotRequest.options:type_name -> kvfork.v1.SnapshotOptions
+	35, // 28: kvfork.v1.CreateSnapshotRequest.marks:type_name -> kvfork.v1.Mark
+	37, // 29: kvfork.v1.CreateSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
+	38, // 30: kvfork.v1.CreateSnapshotResponse.usage:type_name -> kvfork.v1.Usage
+	37, // 31: kvfork.v1.CreateSnapshotResponse.marked:type_name -> kvfork.v1.Snapshot
+	23, // 32: kvfork.v1.ForkRequest.branches:type_name -> kvfork.v1.ForkBranch
+	31, // 33: kvfork.v1.ForkBranch.append:type_name -> kvfork.v1.Input
+	34, // 34: kvfork.v1.ForkBranch.options:type_name -> kvfork.v1.SnapshotOptions
+	37, // 35: kvfork.v1.ForkResponse.snapshots:type_name -> kvfork.v1.Snapshot
+	38, // 36: kvfork.v1.ForkResponse.usage:type_name -> kvfork.v1.Usage
 	2,  // 37: kvfork.v1.RollbackRequest.rounding:type_name -> kvfork.v1.Rounding
 	3,  // 38: kvfork.v1.RollbackRequest.release:type_name -> kvfork.v1.Release
-	31, // 39: kvfork.v1.RollbackRequest.options:type_name -> kvfork.v1.SnapshotOptions
-	34, // 40: kvfork.v1.RollbackResponse.snapshot:type_name -> kvfork.v1.Snapshot
-	35, // 41: kvfork.v1.RollbackResponse.usage:type_name -> kvfork.v1.Usage
-	28, // 42: kvfork.v1.CountTokensRequest.input:type_name -> kvfork.v1.Input
-	4,  // 43: kvfork.v1.InferenceService.Generate:input_type -> kvfork.v1.GenerateRequest
-	17, // 44: kvfork.v1.InferenceService.StopGeneration:input_type -> kvfork.v1.StopGenerationRequest
-	19, // 45: kvfork.v1.InferenceService.CreateSnapshot:input_type -> kvfork.v1.CreateSnapshotRequest
-	21, // 46: kvfork.v1.InferenceService.Fork:input_type -> kvfork.v1.ForkRequest
-	24, // 47: kvfork.v1.InferenceService.Rollback:input_type -> kvfork.v1.RollbackRequest
-	26, // 48: kvfork.v1.InferenceService.CountTokens:input_type -> kvfork.v1.CountTokensRequest
-	8,  // 49: kvfork.v1.InferenceService.Generate:output_type -> kvfork.v1.GenerateResponse
-	18, // 50: kvfork.v1.InferenceService.StopGeneration:output_type -> kvfork.v1.StopGenerationResponse
-	20, // 51: kvfork.v1.InferenceService.CreateSnapshot:output_type -> kvfork.v1.CreateSnapshotResponse
-	23, // 52: kvfork.v1.InferenceService.Fork:output_type -> kvfork.v1.ForkResponse
-	25, // 53: kvfork.v1.InferenceService.Rollback:output_type -> kvfork.v1.RollbackResponse
-	27, // 54: kvfork.v1.InferenceService.CountTokens:output_type -> kvfork.v1.CountTokensResponse
-	49, // [49:55] is the sub-list for method output_type
-	43, // [43:49] is the sub-list for method input_type
-	43, // [43:43] is the sub-list for extension type_name
-	43, // [43:43] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	34, // 39: kvfork.v1.RollbackRequest.options:type_name -> kvfork.v1.SnapshotOptions
+	37, // 40: kvfork.v1.RollbackResponse.snapshot:type_name -> kvfork.v1.Snapshot
+	38, // 41: kvfork.v1.RollbackResponse.usage:type_name -> kvfork.v1.Usage
+	31, // 42: kvfork.v1.CountTokensRequest.input:type_name -> kvfork.v1.Input
+	28, // 43: kvfork.v1.CountTokensRequest.plan:type_name -> kvfork.v1.PlanOptions
+	39, // 44: kvfork.v1.Plan.miss_reason:type_name -> kvfork.v1.MissReason
+	36, // 45: kvfork.v1.Plan.predicted_load:type_name -> google.protobuf.Duration
+	36, // 46: kvfork.v1.Plan.predicted_prefill:type_name -> google.protobuf.Duration
+	36, // 47: kvfork.v1.Plan.predicted_ttft:type_name -> google.protobuf.Duration
+	4,  // 48: kvfork.v1.Plan.admission:type_name -> kvfork.v1.Admission
+	29, // 49: kvfork.v1.CountTokensResponse.plan:type_name -> kvfork.v1.Plan
+	5,  // 50: kvfork.v1.InferenceService.Generate:input_type -> kvfork.v1.GenerateRequest
+	18, // 51: kvfork.v1.InferenceService.StopGeneration:input_type -> kvfork.v1.StopGenerationRequest
+	20, // 52: kvfork.v1.InferenceService.CreateSnapshot:input_type -> kvfork.v1.CreateSnapshotRequest
+	22, // 53: kvfork.v1.InferenceService.Fork:input_type -> kvfork.v1.ForkRequest
+	25, // 54: kvfork.v1.InferenceService.Rollback:input_type -> kvfork.v1.RollbackRequest
+	27, // 55: kvfork.v1.InferenceService.CountTokens:input_type -> kvfork.v1.CountTokensRequest
+	9,  // 56: kvfork.v1.InferenceService.Generate:output_type -> kvfork.v1.GenerateResponse
+	19, // 57: kvfork.v1.InferenceService.StopGeneration:output_type -> kvfork.v1.StopGenerationResponse
+	21, // 58: kvfork.v1.InferenceService.CreateSnapshot:output_type -> kvfork.v1.CreateSnapshotResponse
+	24, // 59: kvfork.v1.InferenceService.Fork:output_type -> kvfork.v1.ForkResponse
+	26, // 60: kvfork.v1.InferenceService.Rollback:output_type -> kvfork.v1.RollbackResponse
+	30, // 61: kvfork.v1.InferenceService.CountTokens:output_type -> kvfork.v1.CountTokensResponse
+	56, // [56:62] is the sub-list for method output_type
+	50, // [50:56] is the sub-list for method input_type
+	50, // [50:50] is the sub-list for extension type_name
+	50, // [50:50] is the sub-list for extension extendee
+	0,  // [0:50] is the sub-list for field type_name
 }
 
 func init() { file_kvfork_v1_inference_service_proto_init() }
@@ -2598,13 +2942,14 @@ func file_kvfork_v1_inference_service_proto_init() {
 		(*RollbackRequest_DropTokens)(nil),
 		(*RollbackRequest_Ancestor)(nil),
 	}
+	file_kvfork_v1_inference_service_proto_msgTypes[23].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvfork_v1_inference_service_proto_rawDesc), len(file_kvfork_v1_inference_service_proto_rawDesc)),
-			NumEnums:      4,
-			NumMessages:   24,
+			NumEnums:      5,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -49,7 +49,8 @@ type InferenceServiceClient interface {
 	// Derives a snapshot of a shorter prefix. The source stays valid unless
 	// release says otherwise.
 	Rollback(ctx context.Context, in *RollbackRequest, opts ...grpc.CallOption) (*RollbackResponse, error)
-	// Renders and tokenizes an input without running the model.
+	// Renders and tokenizes an input without running the model; on request, also
+	// what a call with it would cost now.
 	CountTokens(ctx context.Context, in *CountTokensRequest, opts ...grpc.CallOption) (*CountTokensResponse, error)
 }
 
@@ -150,7 +151,8 @@ type InferenceServiceServer interface {
 	// Derives a snapshot of a shorter prefix. The source stays valid unless
 	// release says otherwise.
 	Rollback(context.Context, *RollbackRequest) (*RollbackResponse, error)
-	// Renders and tokenizes an input without running the model.
+	// Renders and tokenizes an input without running the model; on request, also
+	// what a call with it would cost now.
 	CountTokens(context.Context, *CountTokensRequest) (*CountTokensResponse, error)
 	mustEmbedUnimplementedInferenceServiceServer()
 }

@@ -81,6 +81,71 @@ func (Model_State) EnumDescriptor() ([]byte, []int) {
 	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{7, 0}
 }
 
+// Where a sequence is.
+type Row_Phase int32
+
+const (
+	// Not used.
+	Row_PHASE_UNSPECIFIED Row_Phase = 0
+	// Waiting.
+	Row_PHASE_QUEUED Row_Phase = 1
+	// Stored state is being read.
+	Row_PHASE_RESTORING Row_Phase = 2
+	// The prompt is being computed.
+	Row_PHASE_PREFILL Row_Phase = 3
+	// New tokens come.
+	Row_PHASE_DECODE Row_Phase = 4
+	// Its state is being kept.
+	Row_PHASE_SAVING Row_Phase = 5
+)
+
+// Enum value maps for Row_Phase.
+var (
+	Row_Phase_name = map[int32]string{
+		0: "PHASE_UNSPECIFIED",
+		1: "PHASE_QUEUED",
+		2: "PHASE_RESTORING",
+		3: "PHASE_PREFILL",
+		4: "PHASE_DECODE",
+		5: "PHASE_SAVING",
+	}
+	Row_Phase_value = map[string]int32{
+		"PHASE_UNSPECIFIED": 0,
+		"PHASE_QUEUED":      1,
+		"PHASE_RESTORING":   2,
+		"PHASE_PREFILL":     3,
+		"PHASE_DECODE":      4,
+		"PHASE_SAVING":      5,
+	}
+)
+
+func (x Row_Phase) Enum() *Row_Phase {
+	p := new(Row_Phase)
+	*p = x
+	return p
+}
+
+func (x Row_Phase) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Row_Phase) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvfork_v1_server_service_proto_enumTypes[1].Descriptor()
+}
+
+func (Row_Phase) Type() protoreflect.EnumType {
+	return &file_kvfork_v1_server_service_proto_enumTypes[1]
+}
+
+func (x Row_Phase) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Row_Phase.Descriptor instead.
+func (Row_Phase) EnumDescriptor() ([]byte, []int) {
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{10, 0}
+}
+
 // Nothing to say.
 type GetServerInfoRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -238,9 +303,14 @@ type Limits struct {
 	// Most pinned snapshots of one caller.
 	MaxPinned uint32 `protobuf:"varint,8,opt,name=max_pinned,json=maxPinned,proto3" json:"max_pinned,omitempty"`
 	// Longest time to live.
-	MaxTtl        *durationpb.Duration `protobuf:"bytes,9,opt,name=max_ttl,json=maxTtl,proto3" json:"max_ttl,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	MaxTtl *durationpb.Duration `protobuf:"bytes,9,opt,name=max_ttl,json=maxTtl,proto3" json:"max_ttl,omitempty"`
+	// Most snapshot watches of one caller at a time.
+	MaxWatches uint32 `protobuf:"varint,11,opt,name=max_watches,json=maxWatches,proto3" json:"max_watches,omitempty"`
+	// Most pixels of an image. Those of a request's images together are bounded
+	// by four times as many.
+	MaxImagePixels uint64 `protobuf:"varint,10,opt,name=max_image_pixels,json=maxImagePixels,proto3" json:"max_image_pixels,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Limits) Reset() {
@@ -334,6 +404,20 @@ func (x *Limits) GetMaxTtl() *durationpb.Duration {
 		return x.MaxTtl
 	}
 	return nil
+}
+
+func (x *Limits) GetMaxWatches() uint32 {
+	if x != nil {
+		return x.MaxWatches
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxImagePixels() uint64 {
+	if x != nil {
+		return x.MaxImagePixels
+	}
+	return 0
 }
 
 // Asks for a page of models.
@@ -707,7 +791,13 @@ func (*GetCacheStatsRequest) Descriptor() ([]byte, []int) {
 type GetCacheStatsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The numbers.
-	Stats         *CacheStats `protobuf:"bytes,1,opt,name=stats,proto3" json:"stats,omitempty"`
+	Stats *CacheStats `protobuf:"bytes,1,opt,name=stats,proto3" json:"stats,omitempty"`
+	// The caller's own sequences that run or wait, oldest first; at most 256.
+	Rows []*Row `protobuf:"bytes,2,rep,name=rows,proto3" json:"rows,omitempty"`
+	// Whose: only this owner's snapshots, and calls being served or waiting for
+	// its others, are counted, and what all owners share is 0. Empty: the whole
+	// server's.
+	Owner         string `protobuf:"bytes,3,opt,name=owner,proto3" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -747,6 +837,129 @@ func (x *GetCacheStatsResponse) GetStats() *CacheStats {
 		return x.Stats
 	}
 	return nil
+}
+
+func (x *GetCacheStatsResponse) GetRows() []*Row {
+	if x != nil {
+		return x.Rows
+	}
+	return nil
+}
+
+func (x *GetCacheStatsResponse) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+// A sequence under way: a generation, or a snapshot being made.
+type Row struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "generations/{id}"; empty for a snapshot being made.
+	Generation string `protobuf:"bytes,1,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Where it is.
+	Phase Row_Phase `protobuf:"varint,2,opt,name=phase,proto3,enum=kvfork.v1.Row_Phase" json:"phase,omitempty"`
+	// "snapshots/{id}" that it goes on from; empty for none.
+	Parent string `protobuf:"bytes,3,opt,name=parent,proto3" json:"parent,omitempty"`
+	// Context before the first new token.
+	PromptTokens uint32 `protobuf:"varint,4,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	// Of them: restored or computed so far.
+	DoneTokens uint32 `protobuf:"varint,5,opt,name=done_tokens,json=doneTokens,proto3" json:"done_tokens,omitempty"`
+	// New tokens so far.
+	CompletionTokens uint32 `protobuf:"varint,6,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
+	// Since it came.
+	Age *durationpb.Duration `protobuf:"bytes,7,opt,name=age,proto3" json:"age,omitempty"`
+	// As asked for.
+	Priority      int32 `protobuf:"zigzag32,8,opt,name=priority,proto3" json:"priority,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Row) Reset() {
+	*x = Row{}
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Row) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Row) ProtoMessage() {}
+
+func (x *Row) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Row.ProtoReflect.Descriptor instead.
+func (*Row) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Row) GetGeneration() string {
+	if x != nil {
+		return x.Generation
+	}
+	return ""
+}
+
+func (x *Row) GetPhase() Row_Phase {
+	if x != nil {
+		return x.Phase
+	}
+	return Row_PHASE_UNSPECIFIED
+}
+
+func (x *Row) GetParent() string {
+	if x != nil {
+		return x.Parent
+	}
+	return ""
+}
+
+func (x *Row) GetPromptTokens() uint32 {
+	if x != nil {
+		return x.PromptTokens
+	}
+	return 0
+}
+
+func (x *Row) GetDoneTokens() uint32 {
+	if x != nil {
+		return x.DoneTokens
+	}
+	return 0
+}
+
+func (x *Row) GetCompletionTokens() uint32 {
+	if x != nil {
+		return x.CompletionTokens
+	}
+	return 0
+}
+
+func (x *Row) GetAge() *durationpb.Duration {
+	if x != nil {
+		return x.Age
+	}
+	return nil
+}
+
+func (x *Row) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
 }
 
 // Scheduler, memory and store. Counters run since boot_id changed.
@@ -804,13 +1017,37 @@ type CacheStats struct {
 	WritesPaused bool `protobuf:"varint,24,opt,name=writes_paused,json=writesPaused,proto3" json:"writes_paused,omitempty"`
 	// What the system said last when a write failed; empty if none did.
 	LastWriteError string `protobuf:"bytes,25,opt,name=last_write_error,json=lastWriteError,proto3" json:"last_write_error,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Of active_sequences, by phase: restoring, prefilling, decoding, saving.
+	RestoringRows uint32 `protobuf:"varint,26,opt,name=restoring_rows,json=restoringRows,proto3" json:"restoring_rows,omitempty"`
+	// See above.
+	PrefillingRows uint32 `protobuf:"varint,27,opt,name=prefilling_rows,json=prefillingRows,proto3" json:"prefilling_rows,omitempty"`
+	// See above.
+	DecodingRows uint32 `protobuf:"varint,28,opt,name=decoding_rows,json=decodingRows,proto3" json:"decoding_rows,omitempty"`
+	// See above.
+	SavingRows uint32 `protobuf:"varint,29,opt,name=saving_rows,json=savingRows,proto3" json:"saving_rows,omitempty"`
+	// Generated tokens.
+	CompletionTokens uint64 `protobuf:"varint,30,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
+	// Working memory reserved by running rows.
+	ActiveBytes uint64 `protobuf:"varint,31,opt,name=active_bytes,json=activeBytes,proto3" json:"active_bytes,omitempty"`
+	// Bound on it.
+	ActiveLimitBytes uint64 `protobuf:"varint,32,opt,name=active_limit_bytes,json=activeLimitBytes,proto3" json:"active_limit_bytes,omitempty"`
+	// State evictions by tier: "memory" (given up, or moved to disk), "disk".
+	EvictionsByTier map[string]uint64 `protobuf:"bytes,33,rep,name=evictions_by_tier,json=evictionsByTier,proto3" json:"evictions_by_tier,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// Images that the vision tower has encoded. One whose features or state were
+	// stored is not encoded again.
+	ImagesEncoded uint64 `protobuf:"varint,34,opt,name=images_encoded,json=imagesEncoded,proto3" json:"images_encoded,omitempty"`
+	// Bytes of image files that calls and snapshots need, or that can still be
+	// named by their digest.
+	ImageBytes uint64 `protobuf:"varint,35,opt,name=image_bytes,json=imageBytes,proto3" json:"image_bytes,omitempty"`
+	// Bound on them.
+	ImageLimitBytes uint64 `protobuf:"varint,36,opt,name=image_limit_bytes,json=imageLimitBytes,proto3" json:"image_limit_bytes,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *CacheStats) Reset() {
 	*x = CacheStats{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -822,7 +1059,7 @@ func (x *CacheStats) String() string {
 func (*CacheStats) ProtoMessage() {}
 
 func (x *CacheStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -835,7 +1072,7 @@ func (x *CacheStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheStats.ProtoReflect.Descriptor instead.
 func (*CacheStats) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{10}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *CacheStats) GetCheckpointInterval() uint32 {
@@ -1013,6 +1250,83 @@ func (x *CacheStats) GetLastWriteError() string {
 	return ""
 }
 
+func (x *CacheStats) GetRestoringRows() uint32 {
+	if x != nil {
+		return x.RestoringRows
+	}
+	return 0
+}
+
+func (x *CacheStats) GetPrefillingRows() uint32 {
+	if x != nil {
+		return x.PrefillingRows
+	}
+	return 0
+}
+
+func (x *CacheStats) GetDecodingRows() uint32 {
+	if x != nil {
+		return x.DecodingRows
+	}
+	return 0
+}
+
+func (x *CacheStats) GetSavingRows() uint32 {
+	if x != nil {
+		return x.SavingRows
+	}
+	return 0
+}
+
+func (x *CacheStats) GetCompletionTokens() uint64 {
+	if x != nil {
+		return x.CompletionTokens
+	}
+	return 0
+}
+
+func (x *CacheStats) GetActiveBytes() uint64 {
+	if x != nil {
+		return x.ActiveBytes
+	}
+	return 0
+}
+
+func (x *CacheStats) GetActiveLimitBytes() uint64 {
+	if x != nil {
+		return x.ActiveLimitBytes
+	}
+	return 0
+}
+
+func (x *CacheStats) GetEvictionsByTier() map[string]uint64 {
+	if x != nil {
+		return x.EvictionsByTier
+	}
+	return nil
+}
+
+func (x *CacheStats) GetImagesEncoded() uint64 {
+	if x != nil {
+		return x.ImagesEncoded
+	}
+	return 0
+}
+
+func (x *CacheStats) GetImageBytes() uint64 {
+	if x != nil {
+		return x.ImageBytes
+	}
+	return 0
+}
+
+func (x *CacheStats) GetImageLimitBytes() uint64 {
+	if x != nil {
+		return x.ImageLimitBytes
+	}
+	return 0
+}
+
 // How far to trim.
 type TrimCacheRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1026,7 +1340,7 @@ type TrimCacheRequest struct {
 
 func (x *TrimCacheRequest) Reset() {
 	*x = TrimCacheRequest{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1038,7 +1352,7 @@ func (x *TrimCacheRequest) String() string {
 func (*TrimCacheRequest) ProtoMessage() {}
 
 func (x *TrimCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1051,7 +1365,7 @@ func (x *TrimCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimCacheRequest.ProtoReflect.Descriptor instead.
 func (*TrimCacheRequest) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{11}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TrimCacheRequest) GetMemoryBytes() uint64 {
@@ -1079,7 +1393,7 @@ type TrimCacheResponse struct {
 
 func (x *TrimCacheResponse) Reset() {
 	*x = TrimCacheResponse{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1091,7 +1405,7 @@ func (x *TrimCacheResponse) String() string {
 func (*TrimCacheResponse) ProtoMessage() {}
 
 func (x *TrimCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1104,7 +1418,7 @@ func (x *TrimCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimCacheResponse.ProtoReflect.Descriptor instead.
 func (*TrimCacheResponse) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{12}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *TrimCacheResponse) GetStats() *CacheStats {
@@ -1127,7 +1441,7 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\bfeatures\x18\x04 \x03(\tR\bfeatures\x12)\n" +
 	"\x06limits\x18\x05 \x01(\v2\x11.kvfork.v1.LimitsR\x06limits\x121\n" +
 	"\x06uptime\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\x06uptime\x12\x1a\n" +
-	"\bdraining\x18\a \x01(\bR\bdraining\"\xd9\x02\n" +
+	"\bdraining\x18\a \x01(\bR\bdraining\"\xa4\x03\n" +
 	"\x06Limits\x12*\n" +
 	"\x11max_request_bytes\x18\x01 \x01(\x04R\x0fmaxRequestBytes\x12&\n" +
 	"\x0fmax_image_bytes\x18\x02 \x01(\x04R\rmaxImageBytes\x12\x1d\n" +
@@ -1139,7 +1453,11 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\rmax_snapshots\x18\a \x01(\rR\fmaxSnapshots\x12\x1d\n" +
 	"\n" +
 	"max_pinned\x18\b \x01(\rR\tmaxPinned\x122\n" +
-	"\amax_ttl\x18\t \x01(\v2\x19.google.protobuf.DurationR\x06maxTtl\"O\n" +
+	"\amax_ttl\x18\t \x01(\v2\x19.google.protobuf.DurationR\x06maxTtl\x12\x1f\n" +
+	"\vmax_watches\x18\v \x01(\rR\n" +
+	"maxWatches\x12(\n" +
+	"\x10max_image_pixels\x18\n" +
+	" \x01(\x04R\x0emaxImagePixels\"O\n" +
 	"\x11ListModelsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -1169,9 +1487,30 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\rSTATE_LOADING\x10\x01\x12\x0f\n" +
 	"\vSTATE_READY\x10\x02\x12\x10\n" +
 	"\fSTATE_FAILED\x10\x03\"\x16\n" +
-	"\x14GetCacheStatsRequest\"D\n" +
+	"\x14GetCacheStatsRequest\"~\n" +
 	"\x15GetCacheStatsResponse\x12+\n" +
-	"\x05stats\x18\x01 \x01(\v2\x15.kvfork.v1.CacheStatsR\x05stats\"\xb5\t\n" +
+	"\x05stats\x18\x01 \x01(\v2\x15.kvfork.v1.CacheStatsR\x05stats\x12\"\n" +
+	"\x04rows\x18\x02 \x03(\v2\x0e.kvfork.v1.RowR\x04rows\x12\x14\n" +
+	"\x05owner\x18\x03 \x01(\tR\x05owner\"\xa3\x03\n" +
+	"\x03Row\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x01 \x01(\tR\n" +
+	"generation\x12*\n" +
+	"\x05phase\x18\x02 \x01(\x0e2\x14.kvfork.v1.Row.PhaseR\x05phase\x12\x16\n" +
+	"\x06parent\x18\x03 \x01(\tR\x06parent\x12#\n" +
+	"\rprompt_tokens\x18\x04 \x01(\rR\fpromptTokens\x12\x1f\n" +
+	"\vdone_tokens\x18\x05 \x01(\rR\n" +
+	"doneTokens\x12+\n" +
+	"\x11completion_tokens\x18\x06 \x01(\rR\x10completionTokens\x12+\n" +
+	"\x03age\x18\a \x01(\v2\x19.google.protobuf.DurationR\x03age\x12\x1a\n" +
+	"\bpriority\x18\b \x01(\x11R\bpriority\"|\n" +
+	"\x05Phase\x12\x15\n" +
+	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n" +
+	"\fPHASE_QUEUED\x10\x01\x12\x13\n" +
+	"\x0fPHASE_RESTORING\x10\x02\x12\x11\n" +
+	"\rPHASE_PREFILL\x10\x03\x12\x10\n" +
+	"\fPHASE_DECODE\x10\x04\x12\x10\n" +
+	"\fPHASE_SAVING\x10\x05\"\xd9\r\n" +
 	"\n" +
 	"CacheStats\x12/\n" +
 	"\x13checkpoint_interval\x18\x01 \x01(\rR\x12checkpointInterval\x12)\n" +
@@ -1200,8 +1539,24 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\x17daily_write_limit_bytes\x18\x16 \x01(\x04H\x00R\x14dailyWriteLimitBytes\x88\x01\x01\x12!\n" +
 	"\fwrite_errors\x18\x17 \x01(\x04R\vwriteErrors\x12#\n" +
 	"\rwrites_paused\x18\x18 \x01(\bR\fwritesPaused\x12(\n" +
-	"\x10last_write_error\x18\x19 \x01(\tR\x0elastWriteError\x1aE\n" +
+	"\x10last_write_error\x18\x19 \x01(\tR\x0elastWriteError\x12%\n" +
+	"\x0erestoring_rows\x18\x1a \x01(\rR\rrestoringRows\x12'\n" +
+	"\x0fprefilling_rows\x18\x1b \x01(\rR\x0eprefillingRows\x12#\n" +
+	"\rdecoding_rows\x18\x1c \x01(\rR\fdecodingRows\x12\x1f\n" +
+	"\vsaving_rows\x18\x1d \x01(\rR\n" +
+	"savingRows\x12+\n" +
+	"\x11completion_tokens\x18\x1e \x01(\x04R\x10completionTokens\x12!\n" +
+	"\factive_bytes\x18\x1f \x01(\x04R\vactiveBytes\x12,\n" +
+	"\x12active_limit_bytes\x18  \x01(\x04R\x10activeLimitBytes\x12V\n" +
+	"\x11evictions_by_tier\x18! \x03(\v2*.kvfork.v1.CacheStats.EvictionsByTierEntryR\x0fevictionsByTier\x12%\n" +
+	"\x0eimages_encoded\x18\" \x01(\x04R\rimagesEncoded\x12\x1f\n" +
+	"\vimage_bytes\x18# \x01(\x04R\n" +
+	"imageBytes\x12*\n" +
+	"\x11image_limit_bytes\x18$ \x01(\x04R\x0fimageLimitBytes\x1aE\n" +
 	"\x17CheckpointsSkippedEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\x1aB\n" +
+	"\x14EvictionsByTierEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01B\x1a\n" +
 	"\x18_daily_write_limit_bytes\"~\n" +
@@ -1233,53 +1588,60 @@ func file_kvfork_v1_server_service_proto_rawDescGZIP() []byte {
 	return file_kvfork_v1_server_service_proto_rawDescData
 }
 
-var file_kvfork_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvfork_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_kvfork_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_kvfork_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_kvfork_v1_server_service_proto_goTypes = []any{
 	(Model_State)(0),              // 0: kvfork.v1.Model.State
-	(*GetServerInfoRequest)(nil),  // 1: kvfork.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil), // 2: kvfork.v1.GetServerInfoResponse
-	(*Limits)(nil),                // 3: kvfork.v1.Limits
-	(*ListModelsRequest)(nil),     // 4: kvfork.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),    // 5: kvfork.v1.ListModelsResponse
-	(*GetModelRequest)(nil),       // 6: kvfork.v1.GetModelRequest
-	(*GetModelResponse)(nil),      // 7: kvfork.v1.GetModelResponse
-	(*Model)(nil),                 // 8: kvfork.v1.Model
-	(*GetCacheStatsRequest)(nil),  // 9: kvfork.v1.GetCacheStatsRequest
-	(*GetCacheStatsResponse)(nil), // 10: kvfork.v1.GetCacheStatsResponse
-	(*CacheStats)(nil),            // 11: kvfork.v1.CacheStats
-	(*TrimCacheRequest)(nil),      // 12: kvfork.v1.TrimCacheRequest
-	(*TrimCacheResponse)(nil),     // 13: kvfork.v1.TrimCacheResponse
-	nil,                           // 14: kvfork.v1.CacheStats.CheckpointsSkippedEntry
-	(*durationpb.Duration)(nil),   // 15: google.protobuf.Duration
-	(*Sampling)(nil),              // 16: kvfork.v1.Sampling
+	(Row_Phase)(0),                // 1: kvfork.v1.Row.Phase
+	(*GetServerInfoRequest)(nil),  // 2: kvfork.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil), // 3: kvfork.v1.GetServerInfoResponse
+	(*Limits)(nil),                // 4: kvfork.v1.Limits
+	(*ListModelsRequest)(nil),     // 5: kvfork.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),    // 6: kvfork.v1.ListModelsResponse
+	(*GetModelRequest)(nil),       // 7: kvfork.v1.GetModelRequest
+	(*GetModelResponse)(nil),      // 8: kvfork.v1.GetModelResponse
+	(*Model)(nil),                 // 9: kvfork.v1.Model
+	(*GetCacheStatsRequest)(nil),  // 10: kvfork.v1.GetCacheStatsRequest
+	(*GetCacheStatsResponse)(nil), // 11: kvfork.v1.GetCacheStatsResponse
+	(*Row)(nil),                   // 12: kvfork.v1.Row
+	(*CacheStats)(nil),            // 13: kvfork.v1.CacheStats
+	(*TrimCacheRequest)(nil),      // 14: kvfork.v1.TrimCacheRequest
+	(*TrimCacheResponse)(nil),     // 15: kvfork.v1.TrimCacheResponse
+	nil,                           // 16: kvfork.v1.CacheStats.CheckpointsSkippedEntry
+	nil,                           // 17: kvfork.v1.CacheStats.EvictionsByTierEntry
+	(*durationpb.Duration)(nil),   // 18: google.protobuf.Duration
+	(*Sampling)(nil),              // 19: kvfork.v1.Sampling
 }
 var file_kvfork_v1_server_service_proto_depIdxs = []int32{
-	3,  // 0: kvfork.v1.GetServerInfoResponse.limits:type_name -> kvfork.v1.Limits
-	15, // 1: kvfork.v1.GetServerInfoResponse.uptime:type_name -> google.protobuf.Duration
-	15, // 2: kvfork.v1.Limits.max_ttl:type_name -> google.protobuf.Duration
-	8,  // 3: kvfork.v1.ListModelsResponse.models:type_name -> kvfork.v1.Model
-	8,  // 4: kvfork.v1.GetModelResponse.model:type_name -> kvfork.v1.Model
+	4,  // 0: kvfork.v1.GetServerInfoResponse.limits:type_name -> kvfork.v1.Limits
+	18, // 1: kvfork.v1.GetServerInfoResponse.uptime:type_name -> google.protobuf.Duration
+	18, // 2: kvfork.v1.Limits.max_ttl:type_name -> google.protobuf.Duration
+	9,  // 3: kvfork.v1.ListModelsResponse.models:type_name -> kvfork.v1.Model
+	9,  // 4: kvfork.v1.GetModelResponse.model:type_name -> kvfork.v1.Model
 	0,  // 5: kvfork.v1.Model.state:type_name -> kvfork.v1.Model.State
-	16, // 6: kvfork.v1.Model.default_sampling:type_name -> kvfork.v1.Sampling
-	11, // 7: kvfork.v1.GetCacheStatsResponse.stats:type_name -> kvfork.v1.CacheStats
-	14, // 8: kvfork.v1.CacheStats.checkpoints_skipped:type_name -> kvfork.v1.CacheStats.CheckpointsSkippedEntry
-	11, // 9: kvfork.v1.TrimCacheResponse.stats:type_name -> kvfork.v1.CacheStats
-	1,  // 10: kvfork.v1.ServerService.GetServerInfo:input_type -> kvfork.v1.GetServerInfoRequest
-	4,  // 11: kvfork.v1.ServerService.ListModels:input_type -> kvfork.v1.ListModelsRequest
-	6,  // 12: kvfork.v1.ServerService.GetModel:input_type -> kvfork.v1.GetModelRequest
-	9,  // 13: kvfork.v1.ServerService.GetCacheStats:input_type -> kvfork.v1.GetCacheStatsRequest
-	12, // 14: kvfork.v1.ServerService.TrimCache:input_type -> kvfork.v1.TrimCacheRequest
-	2,  // 15: kvfork.v1.ServerService.GetServerInfo:output_type -> kvfork.v1.GetServerInfoResponse
-	5,  // 16: kvfork.v1.ServerService.ListModels:output_type -> kvfork.v1.ListModelsResponse
-	7,  // 17: kvfork.v1.ServerService.GetModel:output_type -> kvfork.v1.GetModelResponse
-	10, // 18: kvfork.v1.ServerService.GetCacheStats:output_type -> kvfork.v1.GetCacheStatsResponse
-	13, // 19: kvfork.v1.ServerService.TrimCache:output_type -> kvfork.v1.TrimCacheResponse
-	15, // [15:20] is the sub-list for method output_type
-	10, // [10:15] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	19, // 6: kvfork.v1.Model.default_sampling:type_name -> kvfork.v1.Sampling
+	13, // 7: kvfork.v1.GetCacheStatsResponse.stats:type_name -> kvfork.v1.CacheStats
+	12, // 8: kvfork.v1.GetCacheStatsResponse.rows:type_name -> kvfork.v1.Row
+	1,  // 9: kvfork.v1.Row.phase:type_name -> kvfork.v1.Row.Phase
+	18, // 10: kvfork.v1.Row.age:type_name -> google.protobuf.Duration
+	16, // 11: kvfork.v1.CacheStats.checkpoints_skipped:type_name -> kvfork.v1.CacheStats.CheckpointsSkippedEntry
+	17, // 12: kvfork.v1.CacheStats.evictions_by_tier:type_name -> kvfork.v1.CacheStats.EvictionsByTierEntry
+	13, // 13: kvfork.v1.TrimCacheResponse.stats:type_name -> kvfork.v1.CacheStats
+	2,  // 14: kvfork.v1.ServerService.GetServerInfo:input_type -> kvfork.v1.GetServerInfoRequest
+	5,  // 15: kvfork.v1.ServerService.ListModels:input_type -> kvfork.v1.ListModelsRequest
+	7,  // 16: kvfork.v1.ServerService.GetModel:input_type -> kvfork.v1.GetModelRequest
+	10, // 17: kvfork.v1.ServerService.GetCacheStats:input_type -> kvfork.v1.GetCacheStatsRequest
+	14, // 18: kvfork.v1.ServerService.TrimCache:input_type -> kvfork.v1.TrimCacheRequest
+	3,  // 19: kvfork.v1.ServerService.GetServerInfo:output_type -> kvfork.v1.GetServerInfoResponse
+	6,  // 20: kvfork.v1.ServerService.ListModels:output_type -> kvfork.v1.ListModelsResponse
+	8,  // 21: kvfork.v1.ServerService.GetModel:output_type -> kvfork.v1.GetModelResponse
+	11, // 22: kvfork.v1.ServerService.GetCacheStats:output_type -> kvfork.v1.GetCacheStatsResponse
+	15, // 23: kvfork.v1.ServerService.TrimCache:output_type -> kvfork.v1.TrimCacheResponse
+	19, // [19:24] is the sub-list for method output_type
+	14, // [14:19] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_kvfork_v1_server_service_proto_init() }
@@ -1288,15 +1650,15 @@ func file_kvfork_v1_server_service_proto_init() {
 		return
 	}
 	file_kvfork_v1_types_proto_init()
-	file_kvfork_v1_server_service_proto_msgTypes[10].OneofWrappers = []any{}
 	file_kvfork_v1_server_service_proto_msgTypes[11].OneofWrappers = []any{}
+	file_kvfork_v1_server_service_proto_msgTypes[12].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvfork_v1_server_service_proto_rawDesc), len(file_kvfork_v1_server_service_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   14,
+			NumEnums:      2,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -40,9 +40,12 @@ type ServerServiceClient interface {
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 	// One model.
 	GetModel(ctx context.Context, in *GetModelRequest, opts ...grpc.CallOption) (*GetModelResponse, error)
-	// Scheduler, memory and checkpoint store in numbers.
+	// Scheduler, memory and checkpoint store in numbers, and the caller's rows:
+	// of the whole server for an admin, of its own snapshots and calls for any
+	// other caller.
 	GetCacheStats(ctx context.Context, in *GetCacheStatsRequest, opts ...grpc.CallOption) (*GetCacheStatsResponse, error)
-	// Evicts state down to a size; names stay and turn RESIDENCY_TOKENS. Admin.
+	// Evicts state of all owners down to a size; names stay and turn
+	// RESIDENCY_TOKENS. Admin.
 	TrimCache(ctx context.Context, in *TrimCacheRequest, opts ...grpc.CallOption) (*TrimCacheResponse, error)
 }
 
@@ -116,9 +119,12 @@ type ServerServiceServer interface {
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	// One model.
 	GetModel(context.Context, *GetModelRequest) (*GetModelResponse, error)
-	// Scheduler, memory and checkpoint store in numbers.
+	// Scheduler, memory and checkpoint store in numbers, and the caller's rows:
+	// of the whole server for an admin, of its own snapshots and calls for any
+	// other caller.
 	GetCacheStats(context.Context, *GetCacheStatsRequest) (*GetCacheStatsResponse, error)
-	// Evicts state down to a size; names stay and turn RESIDENCY_TOKENS. Admin.
+	// Evicts state of all owners down to a size; names stay and turn
+	// RESIDENCY_TOKENS. Admin.
 	TrimCache(context.Context, *TrimCacheRequest) (*TrimCacheResponse, error)
 	mustEmbedUnimplementedServerServiceServer()
 }

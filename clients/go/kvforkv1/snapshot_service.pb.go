@@ -41,6 +41,8 @@ const (
 	GoneReason_GONE_REASON_EVICTED GoneReason = 4
 	// Its stored state failed a checksum and could not be rebuilt.
 	GoneReason_GONE_REASON_CORRUPT GoneReason = 5
+	// It is there, but has no longer the labels that this watch asks for.
+	GoneReason_GONE_REASON_UNLISTED GoneReason = 6
 )
 
 // Enum value maps for GoneReason.
@@ -52,6 +54,7 @@ var (
 		3: "GONE_REASON_EXPIRED",
 		4: "GONE_REASON_EVICTED",
 		5: "GONE_REASON_CORRUPT",
+		6: "GONE_REASON_UNLISTED",
 	}
 	GoneReason_value = map[string]int32{
 		"GONE_REASON_UNSPECIFIED": 0,
@@ -60,6 +63,7 @@ var (
 		"GONE_REASON_EXPIRED":     3,
 		"GONE_REASON_EVICTED":     4,
 		"GONE_REASON_CORRUPT":     5,
+		"GONE_REASON_UNLISTED":    6,
 	}
 )
 
@@ -663,7 +667,10 @@ type WatchSnapshotsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only with all these labels.
 	Labels map[string]string `protobuf:"bytes,1,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Go on after this; empty: from what there is now.
+	// Go on after this, with the same labels; empty: from what there is now. Then
+	// Synced comes first and nothing is listed. OUT_OF_RANGE RESUME_TOKEN_EXPIRED
+	// if too much has happened since, or the server was restarted: start over
+	// without it, and drop what the new listing does not name.
 	ResumeToken   string `protobuf:"bytes,2,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -713,7 +720,8 @@ func (x *WatchSnapshotsRequest) GetResumeToken() string {
 	return ""
 }
 
-// One change.
+// One change. Changes of one snapshot come in order, and of several in a row
+// only the last may be told.
 type WatchSnapshotsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The event.
@@ -723,8 +731,10 @@ type WatchSnapshotsResponse struct {
 	//	*WatchSnapshotsResponse_Changed
 	//	*WatchSnapshotsResponse_Gone
 	//	*WatchSnapshotsResponse_Synced
+	//	*WatchSnapshotsResponse_Bookmark
 	Event isWatchSnapshotsResponse_Event `protobuf_oneof:"event"`
-	// For WatchSnapshotsRequest.resume_token.
+	// For WatchSnapshotsRequest.resume_token, once this message is taken in.
+	// Empty before Synced.
 	ResumeToken   string `protobuf:"bytes,15,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -794,6 +804,15 @@ func (x *WatchSnapshotsResponse) GetSynced() *Synced {
 	return nil
 }
 
+func (x *WatchSnapshotsResponse) GetBookmark() *Bookmark {
+	if x != nil {
+		if x, ok := x.Event.(*WatchSnapshotsResponse_Bookmark); ok {
+			return x.Bookmark
+		}
+	}
+	return nil
+}
+
 func (x *WatchSnapshotsResponse) GetResumeToken() string {
 	if x != nil {
 		return x.ResumeToken
@@ -806,12 +825,14 @@ type isWatchSnapshotsResponse_Event interface {
 }
 
 type WatchSnapshotsResponse_Changed struct {
-	// New or changed.
+	// New, or changed: labels, pinned, expiration, durable or residency. Told as
+	// it is when the message is written. Mere use, which pushes expire_time out,
+	// is not told; residency follows within seconds.
 	Changed *Snapshot `protobuf:"bytes,1,opt,name=changed,proto3,oneof"`
 }
 
 type WatchSnapshotsResponse_Gone struct {
-	// Gone.
+	// Gone. Its name may be one that was never told.
 	Gone *Gone `protobuf:"bytes,2,opt,name=gone,proto3,oneof"`
 }
 
@@ -820,11 +841,19 @@ type WatchSnapshotsResponse_Synced struct {
 	Synced *Synced `protobuf:"bytes,3,opt,name=synced,proto3,oneof"`
 }
 
+type WatchSnapshotsResponse_Bookmark struct {
+	// Nothing to tell: the server is there, and resume_token is new. Every 30 s
+	// of silence.
+	Bookmark *Bookmark `protobuf:"bytes,4,opt,name=bookmark,proto3,oneof"`
+}
+
 func (*WatchSnapshotsResponse_Changed) isWatchSnapshotsResponse_Event() {}
 
 func (*WatchSnapshotsResponse_Gone) isWatchSnapshotsResponse_Event() {}
 
 func (*WatchSnapshotsResponse_Synced) isWatchSnapshotsResponse_Event() {}
+
+func (*WatchSnapshotsResponse_Bookmark) isWatchSnapshotsResponse_Event() {}
 
 // A snapshot went away.
 type Gone struct {
@@ -918,6 +947,43 @@ func (*Synced) Descriptor() ([]byte, []int) {
 	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{13}
 }
 
+// Marks a place to go on from.
+type Bookmark struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Bookmark) Reset() {
+	*x = Bookmark{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Bookmark) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Bookmark) ProtoMessage() {}
+
+func (x *Bookmark) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Bookmark.ProtoReflect.Descriptor instead.
+func (*Bookmark) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{14}
+}
+
 var File_kvfork_v1_snapshot_service_proto protoreflect.FileDescriptor
 
 const file_kvfork_v1_snapshot_service_proto_rawDesc = "" +
@@ -966,17 +1032,20 @@ const file_kvfork_v1_snapshot_service_proto_rawDesc = "" +
 	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc9\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xfc\x01\n" +
 	"\x16WatchSnapshotsResponse\x12/\n" +
 	"\achanged\x18\x01 \x01(\v2\x13.kvfork.v1.SnapshotH\x00R\achanged\x12%\n" +
 	"\x04gone\x18\x02 \x01(\v2\x0f.kvfork.v1.GoneH\x00R\x04gone\x12+\n" +
-	"\x06synced\x18\x03 \x01(\v2\x11.kvfork.v1.SyncedH\x00R\x06synced\x12!\n" +
+	"\x06synced\x18\x03 \x01(\v2\x11.kvfork.v1.SyncedH\x00R\x06synced\x121\n" +
+	"\bbookmark\x18\x04 \x01(\v2\x13.kvfork.v1.BookmarkH\x00R\bbookmark\x12!\n" +
 	"\fresume_token\x18\x0f \x01(\tR\vresumeTokenB\a\n" +
 	"\x05event\"I\n" +
 	"\x04Gone\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12-\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x15.kvfork.v1.GoneReasonR\x06reason\"\b\n" +
-	"\x06Synced*\xaa\x01\n" +
+	"\x06Synced\"\n" +
+	"\n" +
+	"\bBookmark*\xc4\x01\n" +
 	"\n" +
 	"GoneReason\x12\x1b\n" +
 	"\x17GONE_REASON_UNSPECIFIED\x10\x00\x12\x17\n" +
@@ -984,7 +1053,8 @@ const file_kvfork_v1_snapshot_service_proto_rawDesc = "" +
 	"\x17GONE_REASON_ROLLED_BACK\x10\x02\x12\x17\n" +
 	"\x13GONE_REASON_EXPIRED\x10\x03\x12\x17\n" +
 	"\x13GONE_REASON_EVICTED\x10\x04\x12\x17\n" +
-	"\x13GONE_REASON_CORRUPT\x10\x052\x94\x04\n" +
+	"\x13GONE_REASON_CORRUPT\x10\x05\x12\x18\n" +
+	"\x14GONE_REASON_UNLISTED\x10\x062\x94\x04\n" +
 	"\x0fSnapshotService\x12L\n" +
 	"\vGetSnapshot\x12\x1d.kvfork.v1.GetSnapshotRequest\x1a\x1e.kvfork.v1.GetSnapshotResponse\x12R\n" +
 	"\rListSnapshots\x12\x1f.kvfork.v1.ListSnapshotsRequest\x1a .kvfork.v1.ListSnapshotsResponse\x12U\n" +
@@ -1006,7 +1076,7 @@ func file_kvfork_v1_snapshot_service_proto_rawDescGZIP() []byte {
 }
 
 var file_kvfork_v1_snapshot_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvfork_v1_snapshot_service_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_kvfork_v1_snapshot_service_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_kvfork_v1_snapshot_service_proto_goTypes = []any{
 	(GoneReason)(0),                 // 0: kvfork.v1.GoneReason
 	(*GetSnapshotRequest)(nil),      // 1: kvfork.v1.GetSnapshotRequest
@@ -1023,43 +1093,45 @@ var file_kvfork_v1_snapshot_service_proto_goTypes = []any{
 	(*WatchSnapshotsResponse)(nil),  // 12: kvfork.v1.WatchSnapshotsResponse
 	(*Gone)(nil),                    // 13: kvfork.v1.Gone
 	(*Synced)(nil),                  // 14: kvfork.v1.Synced
-	nil,                             // 15: kvfork.v1.ListSnapshotsRequest.LabelsEntry
-	nil,                             // 16: kvfork.v1.WatchSnapshotsRequest.LabelsEntry
-	(*Snapshot)(nil),                // 17: kvfork.v1.Snapshot
-	(*fieldmaskpb.FieldMask)(nil),   // 18: google.protobuf.FieldMask
-	(*durationpb.Duration)(nil),     // 19: google.protobuf.Duration
+	(*Bookmark)(nil),                // 15: kvfork.v1.Bookmark
+	nil,                             // 16: kvfork.v1.ListSnapshotsRequest.LabelsEntry
+	nil,                             // 17: kvfork.v1.WatchSnapshotsRequest.LabelsEntry
+	(*Snapshot)(nil),                // 18: kvfork.v1.Snapshot
+	(*fieldmaskpb.FieldMask)(nil),   // 19: google.protobuf.FieldMask
+	(*durationpb.Duration)(nil),     // 20: google.protobuf.Duration
 }
 var file_kvfork_v1_snapshot_service_proto_depIdxs = []int32{
-	17, // 0: kvfork.v1.GetSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
-	15, // 1: kvfork.v1.ListSnapshotsRequest.labels:type_name -> kvfork.v1.ListSnapshotsRequest.LabelsEntry
-	17, // 2: kvfork.v1.ListSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
-	17, // 3: kvfork.v1.UpdateSnapshotRequest.snapshot:type_name -> kvfork.v1.Snapshot
-	18, // 4: kvfork.v1.UpdateSnapshotRequest.update_mask:type_name -> google.protobuf.FieldMask
-	17, // 5: kvfork.v1.UpdateSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
-	19, // 6: kvfork.v1.ExtendSnapshotsRequest.ttl:type_name -> google.protobuf.Duration
-	17, // 7: kvfork.v1.ExtendSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
-	16, // 8: kvfork.v1.WatchSnapshotsRequest.labels:type_name -> kvfork.v1.WatchSnapshotsRequest.LabelsEntry
-	17, // 9: kvfork.v1.WatchSnapshotsResponse.changed:type_name -> kvfork.v1.Snapshot
+	18, // 0: kvfork.v1.GetSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
+	16, // 1: kvfork.v1.ListSnapshotsRequest.labels:type_name -> kvfork.v1.ListSnapshotsRequest.LabelsEntry
+	18, // 2: kvfork.v1.ListSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
+	18, // 3: kvfork.v1.UpdateSnapshotRequest.snapshot:type_name -> kvfork.v1.Snapshot
+	19, // 4: kvfork.v1.UpdateSnapshotRequest.update_mask:type_name -> google.protobuf.FieldMask
+	18, // 5: kvfork.v1.UpdateSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
+	20, // 6: kvfork.v1.ExtendSnapshotsRequest.ttl:type_name -> google.protobuf.Duration
+	18, // 7: kvfork.v1.ExtendSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
+	17, // 8: kvfork.v1.WatchSnapshotsRequest.labels:type_name -> kvfork.v1.WatchSnapshotsRequest.LabelsEntry
+	18, // 9: kvfork.v1.WatchSnapshotsResponse.changed:type_name -> kvfork.v1.Snapshot
 	13, // 10: kvfork.v1.WatchSnapshotsResponse.gone:type_name -> kvfork.v1.Gone
 	14, // 11: kvfork.v1.WatchSnapshotsResponse.synced:type_name -> kvfork.v1.Synced
-	0,  // 12: kvfork.v1.Gone.reason:type_name -> kvfork.v1.GoneReason
-	1,  // 13: kvfork.v1.SnapshotService.GetSnapshot:input_type -> kvfork.v1.GetSnapshotRequest
-	3,  // 14: kvfork.v1.SnapshotService.ListSnapshots:input_type -> kvfork.v1.ListSnapshotsRequest
-	5,  // 15: kvfork.v1.SnapshotService.UpdateSnapshot:input_type -> kvfork.v1.UpdateSnapshotRequest
-	7,  // 16: kvfork.v1.SnapshotService.ExtendSnapshots:input_type -> kvfork.v1.ExtendSnapshotsRequest
-	9,  // 17: kvfork.v1.SnapshotService.DeleteSnapshot:input_type -> kvfork.v1.DeleteSnapshotRequest
-	11, // 18: kvfork.v1.SnapshotService.WatchSnapshots:input_type -> kvfork.v1.WatchSnapshotsRequest
-	2,  // 19: kvfork.v1.SnapshotService.GetSnapshot:output_type -> kvfork.v1.GetSnapshotResponse
-	4,  // 20: kvfork.v1.SnapshotService.ListSnapshots:output_type -> kvfork.v1.ListSnapshotsResponse
-	6,  // 21: kvfork.v1.SnapshotService.UpdateSnapshot:output_type -> kvfork.v1.UpdateSnapshotResponse
-	8,  // 22: kvfork.v1.SnapshotService.ExtendSnapshots:output_type -> kvfork.v1.ExtendSnapshotsResponse
-	10, // 23: kvfork.v1.SnapshotService.DeleteSnapshot:output_type -> kvfork.v1.DeleteSnapshotResponse
-	12, // 24: kvfork.v1.SnapshotService.WatchSnapshots:output_type -> kvfork.v1.WatchSnapshotsResponse
-	19, // [19:25] is the sub-list for method output_type
-	13, // [13:19] is the sub-list for method input_type
-	13, // [13:13] is the sub-list for extension type_name
-	13, // [13:13] is the sub-list for extension extendee
-	0,  // [0:13] is the sub-list for field type_name
+	15, // 12: kvfork.v1.WatchSnapshotsResponse.bookmark:type_name -> kvfork.v1.Bookmark
+	0,  // 13: kvfork.v1.Gone.reason:type_name -> kvfork.v1.GoneReason
+	1,  // 14: kvfork.v1.SnapshotService.GetSnapshot:input_type -> kvfork.v1.GetSnapshotRequest
+	3,  // 15: kvfork.v1.SnapshotService.ListSnapshots:input_type -> kvfork.v1.ListSnapshotsRequest
+	5,  // 16: kvfork.v1.SnapshotService.UpdateSnapshot:input_type -> kvfork.v1.UpdateSnapshotRequest
+	7,  // 17: kvfork.v1.SnapshotService.ExtendSnapshots:input_type -> kvfork.v1.ExtendSnapshotsRequest
+	9,  // 18: kvfork.v1.SnapshotService.DeleteSnapshot:input_type -> kvfork.v1.DeleteSnapshotRequest
+	11, // 19: kvfork.v1.SnapshotService.WatchSnapshots:input_type -> kvfork.v1.WatchSnapshotsRequest
+	2,  // 20: kvfork.v1.SnapshotService.GetSnapshot:output_type -> kvfork.v1.GetSnapshotResponse
+	4,  // 21: kvfork.v1.SnapshotService.ListSnapshots:output_type -> kvfork.v1.ListSnapshotsResponse
+	6,  // 22: kvfork.v1.SnapshotService.UpdateSnapshot:output_type -> kvfork.v1.UpdateSnapshotResponse
+	8,  // 23: kvfork.v1.SnapshotService.ExtendSnapshots:output_type -> kvfork.v1.ExtendSnapshotsResponse
+	10, // 24: kvfork.v1.SnapshotService.DeleteSnapshot:output_type -> kvfork.v1.DeleteSnapshotResponse
+	12, // 25: kvfork.v1.SnapshotService.WatchSnapshots:output_type -> kvfork.v1.WatchSnapshotsResponse
+	20, // [20:26] is the sub-list for method output_type
+	14, // [14:20] is the sub-list for method input_type
+	14, // [14:14] is the sub-list for extension type_name
+	14, // [14:14] is the sub-list for extension extendee
+	0,  // [0:14] is the sub-list for field type_name
 }
 
 func init() { file_kvfork_v1_snapshot_service_proto_init() }
@@ -1072,6 +1144,7 @@ func file_kvfork_v1_snapshot_service_proto_init() {
 		(*WatchSnapshotsResponse_Changed)(nil),
 		(*WatchSnapshotsResponse_Gone)(nil),
 		(*WatchSnapshotsResponse_Synced)(nil),
+		(*WatchSnapshotsResponse_Bookmark)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -1079,7 +1152,7 @@ func file_kvfork_v1_snapshot_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvfork_v1_snapshot_service_proto_rawDesc), len(file_kvfork_v1_snapshot_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   16,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

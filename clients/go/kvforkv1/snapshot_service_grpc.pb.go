@@ -45,7 +45,9 @@ type SnapshotServiceClient interface {
 	ExtendSnapshots(ctx context.Context, in *ExtendSnapshotsRequest, opts ...grpc.CallOption) (*ExtendSnapshotsResponse, error)
 	// Drops a name. State shared with others stays.
 	DeleteSnapshot(ctx context.Context, in *DeleteSnapshotRequest, opts ...grpc.CallOption) (*DeleteSnapshotResponse, error)
-	// Follows changes: first what there is, then Synced, then what happens.
+	// Follows changes: first what there is, then Synced, then what happens. Ends
+	// by an error alone: UNAVAILABLE SERVER_DRAINING at the server's end,
+	// RESOURCE_EXHAUSTED WATCH_OVERFLOW for a reader that fell too far behind.
 	WatchSnapshots(ctx context.Context, in *WatchSnapshotsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchSnapshotsResponse], error)
 }
 
@@ -142,7 +144,9 @@ type SnapshotServiceServer interface {
 	ExtendSnapshots(context.Context, *ExtendSnapshotsRequest) (*ExtendSnapshotsResponse, error)
 	// Drops a name. State shared with others stays.
 	DeleteSnapshot(context.Context, *DeleteSnapshotRequest) (*DeleteSnapshotResponse, error)
-	// Follows changes: first what there is, then Synced, then what happens.
+	// Follows changes: first what there is, then Synced, then what happens. Ends
+	// by an error alone: UNAVAILABLE SERVER_DRAINING at the server's end,
+	// RESOURCE_EXHAUSTED WATCH_OVERFLOW for a reader that fell too far behind.
 	WatchSnapshots(*WatchSnapshotsRequest, grpc.ServerStreamingServer[WatchSnapshotsResponse]) error
 	mustEmbedUnimplementedSnapshotServiceServer()
 }

@@ -751,7 +751,8 @@ type Image struct {
 	//	*Image_Data
 	//	*Image_Sha256
 	Source isImage_Source `protobuf_oneof:"source"`
-	// For example "image/png". Empty: sniffed.
+	// "image/png", "image/jpeg" or "image/webp"; the file must be of that kind.
+	// Empty: what the file says.
 	MimeType      string `protobuf:"bytes,3,opt,name=mime_type,json=mimeType,proto3" json:"mime_type,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -829,8 +830,9 @@ type Image_Data struct {
 }
 
 type Image_Sha256 struct {
-	// SHA-256 of a file sent earlier and still held, 32 bytes. Lets N calls
-	// share one upload.
+	// SHA-256 of a file that the same caller sent earlier and that is still
+	// held, 32 bytes: as long as a call or a snapshot uses it, and for a while
+	// after. Lets N calls share one upload.
 	Sha256 []byte `protobuf:"bytes,2,opt,name=sha256,proto3,oneof"`
 }
 
@@ -1100,7 +1102,9 @@ type Snapshot struct {
 	LastUseTime *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=last_use_time,json=lastUseTime,proto3" json:"last_use_time,omitempty"`
 	// Bytes that would be freed if only this snapshot were deleted.
 	ExclusiveBytes uint64 `protobuf:"varint,17,opt,name=exclusive_bytes,json=exclusiveBytes,proto3" json:"exclusive_bytes,omitempty"`
-	// The one instance where it can be used.
+	// The one instance where it can be used. Sent along as x-kvfork-instance in a
+	// call's metadata, it has every other one refuse with FAILED_PRECONDITION
+	// WRONG_INSTANCE, instead of saying that there is no such snapshot.
 	Instance string `protobuf:"bytes,18,opt,name=instance,proto3" json:"instance,omitempty"`
 	// Calls that read from it at this moment.
 	ActiveUses    uint32 `protobuf:"varint,19,opt,name=active_uses,json=activeUses,proto3" json:"active_uses,omitempty"`
@@ -1366,7 +1370,7 @@ type SnapshotOptions struct {
 	Ttl *durationpb.Duration `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	// Exempt from expiry and eviction.
 	Pinned bool `protobuf:"varint,3,opt,name=pinned,proto3" json:"pinned,omitempty"`
-	// Labels.
+	// Labels: at most 64, with 4,096 bytes of keys and values together.
 	Labels map[string]string `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// How safe before the call returns.
 	Durability    Durability `protobuf:"varint,5,opt,name=durability,proto3,enum=kvfork.v1.Durability" json:"durability,omitempty"`

@@ -86,7 +86,8 @@ pub struct TokenRun {
 /// A picture. There is no URL form: the server never fetches anything.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Image {
-    /// For example "image/png". Empty: sniffed.
+    /// "image/png", "image/jpeg" or "image/webp"; the file must be of that kind.
+    /// Empty: what the file says.
     #[prost(string, tag = "3")]
     pub mime_type: ::prost::alloc::string::String,
     /// The source.
@@ -101,8 +102,9 @@ pub mod image {
         /// An encoded PNG, JPEG or WebP file (base64 in JSON).
         #[prost(bytes, tag = "1")]
         Data(::prost::alloc::vec::Vec<u8>),
-        /// SHA-256 of a file sent earlier and still held, 32 bytes. Lets N calls
-        /// share one upload.
+        /// SHA-256 of a file that the same caller sent earlier and that is still
+        /// held, 32 bytes: as long as a call or a snapshot uses it, and for a while
+        /// after. Lets N calls share one upload.
         #[prost(bytes, tag = "2")]
         Sha256(::prost::alloc::vec::Vec<u8>),
     }
@@ -218,7 +220,9 @@ pub struct Snapshot {
     /// Bytes that would be freed if only this snapshot were deleted.
     #[prost(uint64, tag = "17")]
     pub exclusive_bytes: u64,
-    /// The one instance where it can be used.
+    /// The one instance where it can be used. Sent along as x-kvfork-instance in a
+    /// call's metadata, it has every other one refuse with FAILED_PRECONDITION
+    /// WRONG_INSTANCE, instead of saying that there is no such snapshot.
     #[prost(string, tag = "18")]
     pub instance: ::prost::alloc::string::String,
     /// Calls that read from it at this moment.
@@ -265,7 +269,7 @@ pub struct SnapshotOptions {
     /// Exempt from expiry and eviction.
     #[prost(bool, tag = "3")]
     pub pinned: bool,
-    /// Labels.
+    /// Labels: at most 64, with 4,096 bytes of keys and values together.
     #[prost(map = "string, string", tag = "4")]
     pub labels: ::std::collections::HashMap<
         ::prost::alloc::string::String,
@@ -993,6 +997,71 @@ pub struct CountTokensRequest {
     /// Fill token_ids and text.
     #[prost(bool, tag = "4")]
     pub include_rendered: bool,
+    /// Set: fill plan.
+    #[prost(message, optional, tag = "5")]
+    pub plan: ::core::option::Option<PlanOptions>,
+}
+/// A call to plan for: a dry run that computes and reserves nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PlanOptions {
+    /// Calls that would go on from the input at once, as after a fork. 0 is 1.
+    #[prost(uint32, tag = "1")]
+    pub branches: u32,
+    /// New tokens of each. Unset: the server's default.
+    #[prost(uint32, optional, tag = "2")]
+    pub max_tokens: ::core::option::Option<u32>,
+}
+/// What a call would meet if it came now. A moment later it may be otherwise.
+/// cached_tokens + recomputed_tokens + new_tokens = total_tokens.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Plan {
+    /// As in Usage; cached_tokens is that of CountTokensResponse. The rest of the
+    /// context would be computed.
+    #[prost(uint32, tag = "1")]
+    pub memory_tokens: u32,
+    /// As in Usage.
+    #[prost(uint32, tag = "2")]
+    pub disk_tokens: u32,
+    /// As in Usage.
+    #[prost(uint32, tag = "3")]
+    pub recomputed_tokens: u32,
+    /// As in Usage.
+    #[prost(uint32, tag = "4")]
+    pub new_tokens: u32,
+    /// As in Usage.
+    #[prost(enumeration = "MissReason", tag = "5")]
+    pub miss_reason: i32,
+    /// Would be read from the disk tier.
+    #[prost(uint64, tag = "6")]
+    pub disk_bytes: u64,
+    /// Would be taken from the memory tier.
+    #[prost(uint64, tag = "7")]
+    pub memory_bytes: u64,
+    /// Reading stored state, at the pace of this process so far. Unset until it
+    /// has read some.
+    #[prost(message, optional, tag = "8")]
+    pub predicted_load: ::core::option::Option<::prost_types::Duration>,
+    /// Computing the rest, likewise; images to be encoded come on top.
+    #[prost(message, optional, tag = "9")]
+    pub predicted_prefill: ::core::option::Option<::prost_types::Duration>,
+    /// From admission to the first token, were nothing else running: the sum of
+    /// both. Unset if a part that is needed is unset.
+    #[prost(message, optional, tag = "10")]
+    pub predicted_ttft: ::core::option::Option<::prost_types::Duration>,
+    /// Whether all branches would be admitted.
+    #[prost(enumeration = "Admission", tag = "11")]
+    pub admission: i32,
+    /// Why not at once: ROWS_BUSY, OWNER_BUSY (the caller's own limit), or an
+    /// ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL, CONTEXT_OVERFLOW or
+    /// SNAPSHOT_QUOTA. Empty: at once.
+    #[prost(string, tag = "12")]
+    pub reason: ::prost::alloc::string::String,
+    /// Working memory that the branches would reserve together.
+    #[prost(uint64, tag = "13")]
+    pub need_bytes: u64,
+    /// Working memory that nobody has reserved now. Told to admins alone.
+    #[prost(uint64, tag = "14")]
+    pub free_bytes: u64,
 }
 /// The size of an input.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1015,6 +1084,9 @@ pub struct CountTokensResponse {
     /// The rendered input, if asked for.
     #[prost(string, tag = "6")]
     pub text: ::prost::alloc::string::String,
+    /// What a call would meet, if asked for.
+    #[prost(message, optional, tag = "7")]
+    pub plan: ::core::option::Option<Plan>,
 }
 /// What generated text is. A Delta never mixes two. A token belongs to the
 /// channel that it is in, a mark between two to what it opens or closes.
@@ -1167,6 +1239,43 @@ impl Release {
             "RELEASE_NONE" => Some(Self::None),
             "RELEASE_SOURCE" => Some(Self::Source),
             "RELEASE_ABANDONED" => Some(Self::Abandoned),
+            _ => None,
+        }
+    }
+}
+/// What would become of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum Admission {
+    /// Not used.
+    Unspecified = 0,
+    /// It would begin at once.
+    Now = 1,
+    /// It would be taken, and wait in the queue.
+    Queued = 2,
+    /// It would be refused.
+    Refused = 3,
+}
+impl Admission {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "ADMISSION_UNSPECIFIED",
+            Self::Now => "ADMISSION_NOW",
+            Self::Queued => "ADMISSION_QUEUED",
+            Self::Refused => "ADMISSION_REFUSED",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "ADMISSION_UNSPECIFIED" => Some(Self::Unspecified),
+            "ADMISSION_NOW" => Some(Self::Now),
+            "ADMISSION_QUEUED" => Some(Self::Queued),
+            "ADMISSION_REFUSED" => Some(Self::Refused),
             _ => None,
         }
     }
@@ -1389,7 +1498,8 @@ pub mod inference_service_client {
                 .insert(GrpcMethod::new("kvfork.v1.InferenceService", "Rollback"));
             self.inner.unary(req, path, codec).await
         }
-        /// Renders and tokenizes an input without running the model.
+        /// Renders and tokenizes an input without running the model; on request, also
+        /// what a call with it would cost now.
         pub async fn count_tokens(
             &mut self,
             request: impl tonic::IntoRequest<super::CountTokensRequest>,
@@ -1534,18 +1644,23 @@ pub struct WatchSnapshotsRequest {
         ::prost::alloc::string::String,
         ::prost::alloc::string::String,
     >,
-    /// Go on after this; empty: from what there is now.
+    /// Go on after this, with the same labels; empty: from what there is now. Then
+    /// Synced comes first and nothing is listed. OUT_OF_RANGE RESUME_TOKEN_EXPIRED
+    /// if too much has happened since, or the server was restarted: start over
+    /// without it, and drop what the new listing does not name.
     #[prost(string, tag = "2")]
     pub resume_token: ::prost::alloc::string::String,
 }
-/// One change.
+/// One change. Changes of one snapshot come in order, and of several in a row
+/// only the last may be told.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct WatchSnapshotsResponse {
-    /// For WatchSnapshotsRequest.resume_token.
+    /// For WatchSnapshotsRequest.resume_token, once this message is taken in.
+    /// Empty before Synced.
     #[prost(string, tag = "15")]
     pub resume_token: ::prost::alloc::string::String,
     /// The event.
-    #[prost(oneof = "watch_snapshots_response::Event", tags = "1, 2, 3")]
+    #[prost(oneof = "watch_snapshots_response::Event", tags = "1, 2, 3, 4")]
     pub event: ::core::option::Option<watch_snapshots_response::Event>,
 }
 /// Nested message and enum types in `WatchSnapshotsResponse`.
@@ -1553,15 +1668,21 @@ pub mod watch_snapshots_response {
     /// The event.
     #[derive(Clone, PartialEq, ::prost::Oneof)]
     pub enum Event {
-        /// New or changed.
+        /// New, or changed: labels, pinned, expiration, durable or residency. Told as
+        /// it is when the message is written. Mere use, which pushes expire_time out,
+        /// is not told; residency follows within seconds.
         #[prost(message, tag = "1")]
         Changed(super::Snapshot),
-        /// Gone.
+        /// Gone. Its name may be one that was never told.
         #[prost(message, tag = "2")]
         Gone(super::Gone),
         /// All that existed at the start has been sent.
         #[prost(message, tag = "3")]
         Synced(super::Synced),
+        /// Nothing to tell: the server is there, and resume_token is new. Every 30 s
+        /// of silence.
+        #[prost(message, tag = "4")]
+        Bookmark(super::Bookmark),
     }
 }
 /// A snapshot went away.
@@ -1577,6 +1698,9 @@ pub struct Gone {
 /// Marks the end of the first listing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Synced {}
+/// Marks a place to go on from.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Bookmark {}
 /// Why a snapshot went away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1593,6 +1717,8 @@ pub enum GoneReason {
     Evicted = 4,
     /// Its stored state failed a checksum and could not be rebuilt.
     Corrupt = 5,
+    /// It is there, but has no longer the labels that this watch asks for.
+    Unlisted = 6,
 }
 impl GoneReason {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -1607,6 +1733,7 @@ impl GoneReason {
             Self::Expired => "GONE_REASON_EXPIRED",
             Self::Evicted => "GONE_REASON_EVICTED",
             Self::Corrupt => "GONE_REASON_CORRUPT",
+            Self::Unlisted => "GONE_REASON_UNLISTED",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -1618,6 +1745,7 @@ impl GoneReason {
             "GONE_REASON_EXPIRED" => Some(Self::Expired),
             "GONE_REASON_EVICTED" => Some(Self::Evicted),
             "GONE_REASON_CORRUPT" => Some(Self::Corrupt),
+            "GONE_REASON_UNLISTED" => Some(Self::Unlisted),
             _ => None,
         }
     }
@@ -1839,7 +1967,9 @@ pub mod snapshot_service_client {
                 .insert(GrpcMethod::new("kvfork.v1.SnapshotService", "DeleteSnapshot"));
             self.inner.unary(req, path, codec).await
         }
-        /// Follows changes: first what there is, then Synced, then what happens.
+        /// Follows changes: first what there is, then Synced, then what happens. Ends
+        /// by an error alone: UNAVAILABLE SERVER_DRAINING at the server's end,
+        /// RESOURCE_EXHAUSTED WATCH_OVERFLOW for a reader that fell too far behind.
         pub async fn watch_snapshots(
             &mut self,
             request: impl tonic::IntoRequest<super::WatchSnapshotsRequest>,
@@ -1924,6 +2054,13 @@ pub struct Limits {
     /// Longest time to live.
     #[prost(message, optional, tag = "9")]
     pub max_ttl: ::core::option::Option<::prost_types::Duration>,
+    /// Most snapshot watches of one caller at a time.
+    #[prost(uint32, tag = "11")]
+    pub max_watches: u32,
+    /// Most pixels of an image. Those of a request's images together are bounded
+    /// by four times as many.
+    #[prost(uint64, tag = "10")]
+    pub max_image_pixels: u64,
 }
 /// Asks for a page of models.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -2053,6 +2190,100 @@ pub struct GetCacheStatsResponse {
     /// The numbers.
     #[prost(message, optional, tag = "1")]
     pub stats: ::core::option::Option<CacheStats>,
+    /// The caller's own sequences that run or wait, oldest first; at most 256.
+    #[prost(message, repeated, tag = "2")]
+    pub rows: ::prost::alloc::vec::Vec<Row>,
+    /// Whose: only this owner's snapshots, and calls being served or waiting for
+    /// its others, are counted, and what all owners share is 0. Empty: the whole
+    /// server's.
+    #[prost(string, tag = "3")]
+    pub owner: ::prost::alloc::string::String,
+}
+/// A sequence under way: a generation, or a snapshot being made.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Row {
+    /// "generations/{id}"; empty for a snapshot being made.
+    #[prost(string, tag = "1")]
+    pub generation: ::prost::alloc::string::String,
+    /// Where it is.
+    #[prost(enumeration = "row::Phase", tag = "2")]
+    pub phase: i32,
+    /// "snapshots/{id}" that it goes on from; empty for none.
+    #[prost(string, tag = "3")]
+    pub parent: ::prost::alloc::string::String,
+    /// Context before the first new token.
+    #[prost(uint32, tag = "4")]
+    pub prompt_tokens: u32,
+    /// Of them: restored or computed so far.
+    #[prost(uint32, tag = "5")]
+    pub done_tokens: u32,
+    /// New tokens so far.
+    #[prost(uint32, tag = "6")]
+    pub completion_tokens: u32,
+    /// Since it came.
+    #[prost(message, optional, tag = "7")]
+    pub age: ::core::option::Option<::prost_types::Duration>,
+    /// As asked for.
+    #[prost(sint32, tag = "8")]
+    pub priority: i32,
+}
+/// Nested message and enum types in `Row`.
+pub mod row {
+    /// Where a sequence is.
+    #[derive(
+        Clone,
+        Copy,
+        Debug,
+        PartialEq,
+        Eq,
+        Hash,
+        PartialOrd,
+        Ord,
+        ::prost::Enumeration
+    )]
+    #[repr(i32)]
+    pub enum Phase {
+        /// Not used.
+        Unspecified = 0,
+        /// Waiting.
+        Queued = 1,
+        /// Stored state is being read.
+        Restoring = 2,
+        /// The prompt is being computed.
+        Prefill = 3,
+        /// New tokens come.
+        Decode = 4,
+        /// Its state is being kept.
+        Saving = 5,
+    }
+    impl Phase {
+        /// String value of the enum field names used in the ProtoBuf definition.
+        ///
+        /// The values are not transformed in any way and thus are considered stable
+        /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+        pub fn as_str_name(&self) -> &'static str {
+            match self {
+                Self::Unspecified => "PHASE_UNSPECIFIED",
+                Self::Queued => "PHASE_QUEUED",
+                Self::Restoring => "PHASE_RESTORING",
+                Self::Prefill => "PHASE_PREFILL",
+                Self::Decode => "PHASE_DECODE",
+                Self::Saving => "PHASE_SAVING",
+            }
+        }
+        /// Creates an enum from field names used in the ProtoBuf definition.
+        pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+            match value {
+                "PHASE_UNSPECIFIED" => Some(Self::Unspecified),
+                "PHASE_QUEUED" => Some(Self::Queued),
+                "PHASE_RESTORING" => Some(Self::Restoring),
+                "PHASE_PREFILL" => Some(Self::Prefill),
+                "PHASE_DECODE" => Some(Self::Decode),
+                "PHASE_SAVING" => Some(Self::Saving),
+                _ => None,
+            }
+        }
+    }
 }
 /// Scheduler, memory and store. Counters run since boot_id changed.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -2137,6 +2368,44 @@ pub struct CacheStats {
     /// What the system said last when a write failed; empty if none did.
     #[prost(string, tag = "25")]
     pub last_write_error: ::prost::alloc::string::String,
+    /// Of active_sequences, by phase: restoring, prefilling, decoding, saving.
+    #[prost(uint32, tag = "26")]
+    pub restoring_rows: u32,
+    /// See above.
+    #[prost(uint32, tag = "27")]
+    pub prefilling_rows: u32,
+    /// See above.
+    #[prost(uint32, tag = "28")]
+    pub decoding_rows: u32,
+    /// See above.
+    #[prost(uint32, tag = "29")]
+    pub saving_rows: u32,
+    /// Generated tokens.
+    #[prost(uint64, tag = "30")]
+    pub completion_tokens: u64,
+    /// Working memory reserved by running rows.
+    #[prost(uint64, tag = "31")]
+    pub active_bytes: u64,
+    /// Bound on it.
+    #[prost(uint64, tag = "32")]
+    pub active_limit_bytes: u64,
+    /// State evictions by tier: "memory" (given up, or moved to disk), "disk".
+    #[prost(map = "string, uint64", tag = "33")]
+    pub evictions_by_tier: ::std::collections::HashMap<
+        ::prost::alloc::string::String,
+        u64,
+    >,
+    /// Images that the vision tower has encoded. One whose features or state were
+    /// stored is not encoded again.
+    #[prost(uint64, tag = "34")]
+    pub images_encoded: u64,
+    /// Bytes of image files that calls and snapshots need, or that can still be
+    /// named by their digest.
+    #[prost(uint64, tag = "35")]
+    pub image_bytes: u64,
+    /// Bound on them.
+    #[prost(uint64, tag = "36")]
+    pub image_limit_bytes: u64,
 }
 /// How far to trim.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -2322,7 +2591,9 @@ pub mod server_service_client {
                 .insert(GrpcMethod::new("kvfork.v1.ServerService", "GetModel"));
             self.inner.unary(req, path, codec).await
         }
-        /// Scheduler, memory and checkpoint store in numbers.
+        /// Scheduler, memory and checkpoint store in numbers, and the caller's rows:
+        /// of the whole server for an admin, of its own snapshots and calls for any
+        /// other caller.
         pub async fn get_cache_stats(
             &mut self,
             request: impl tonic::IntoRequest<super::GetCacheStatsRequest>,
@@ -2347,7 +2618,8 @@ pub mod server_service_client {
                 .insert(GrpcMethod::new("kvfork.v1.ServerService", "GetCacheStats"));
             self.inner.unary(req, path, codec).await
         }
-        /// Evicts state down to a size; names stay and turn RESIDENCY_TOKENS. Admin.
+        /// Evicts state of all owners down to a size; names stay and turn
+        /// RESIDENCY_TOKENS. Admin.
         pub async fn trim_cache(
             &mut self,
             request: impl tonic::IntoRequest<super::TrimCacheRequest>,

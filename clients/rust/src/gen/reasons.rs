@@ -8,6 +8,10 @@ pub enum Reason {
     ActiveMemory,
     /// PERMISSION_DENIED. Use an admin's credentials.
     AdminRequired,
+    /// RESOURCE_EXHAUSTED. metadata: limit.
+    CallQuota,
+    /// UNAUTHENTICATED. Use a client certificate with one name.
+    CertificateUnusable,
     /// DATA_LOSS. Make the snapshot again.
     CheckpointCorrupt,
     /// INVALID_ARGUMENT. In the middle of a generation: no token fits the form any more, or following it costs too much.
@@ -24,6 +28,8 @@ pub enum Reason {
     ForkMemory,
     /// INVALID_ARGUMENT. Send an encoded PNG, JPEG or WebP file.
     ImageInvalid,
+    /// RESOURCE_EXHAUSTED. metadata: needBytes, limitBytes.
+    ImageMemory,
     /// FAILED_PRECONDITION. metadata: sha256.
     ImageNotHeld,
     /// INVALID_ARGUMENT. Scale the image down; the limits are in the server's info.
@@ -68,6 +74,8 @@ pub enum Reason {
     ServerDraining,
     /// RESOURCE_EXHAUSTED. Read the stream faster, or gather more tokens into a message.
     SlowReader,
+    /// RESOURCE_EXHAUSTED. The request took too long to arrive: send less at a time.
+    SlowSender,
     /// NOT_FOUND. Make it again.
     SnapshotDeleted,
     /// NOT_FOUND. Make it again; pin what must stay.
@@ -92,6 +100,12 @@ pub enum Reason {
     TemplateMissing,
     /// FAILED_PRECONDITION. This model's template cannot append turns: use raw input, or send the whole chat without a parent.
     TemplateNotAppendable,
+    /// UNAVAILABLE. No connection was made, because the two sides do not trust or do not understand each other. Never the server's own word: this client reads it off the failure.
+    TlsFailed,
+    /// UNAUTHENTICATED. Give the client a token.
+    TokenMissing,
+    /// UNAUTHENTICATED. Check the token: it may be mistyped, or have been replaced.
+    TokenUnknown,
     /// INTERNAL. Told by the client: a stream ended without its last message.
     Truncated,
     /// FAILED_PRECONDITION. The last turn has no end: finish it with raw input, or roll back to before it.
@@ -100,6 +114,8 @@ pub enum Reason {
     Unsupported,
     /// RESOURCE_EXHAUSTED. Start the watch over.
     WatchOverflow,
+    /// RESOURCE_EXHAUSTED. metadata: limit.
+    WatchQuota,
     /// FAILED_PRECONDITION. metadata: instance.
     WrongInstance,
     /// A reason that is newer than this client.
@@ -112,6 +128,8 @@ impl Reason {
         match name {
             "ACTIVE_MEMORY" => Reason::ActiveMemory,
             "ADMIN_REQUIRED" => Reason::AdminRequired,
+            "CALL_QUOTA" => Reason::CallQuota,
+            "CERTIFICATE_UNUSABLE" => Reason::CertificateUnusable,
             "CHECKPOINT_CORRUPT" => Reason::CheckpointCorrupt,
             "CONSTRAINT_FAILED" => Reason::ConstraintFailed,
             "CONTEXT_OVERFLOW" => Reason::ContextOverflow,
@@ -120,6 +138,7 @@ impl Reason {
             "ENGINE_DOWN" => Reason::EngineDown,
             "FORK_MEMORY" => Reason::ForkMemory,
             "IMAGE_INVALID" => Reason::ImageInvalid,
+            "IMAGE_MEMORY" => Reason::ImageMemory,
             "IMAGE_NOT_HELD" => Reason::ImageNotHeld,
             "IMAGE_TOO_LARGE" => Reason::ImageTooLarge,
             "IMAGE_UNSUPPORTED" => Reason::ImageUnsupported,
@@ -142,6 +161,7 @@ impl Reason {
             "ROW_FAILED" => Reason::RowFailed,
             "SERVER_DRAINING" => Reason::ServerDraining,
             "SLOW_READER" => Reason::SlowReader,
+            "SLOW_SENDER" => Reason::SlowSender,
             "SNAPSHOT_DELETED" => Reason::SnapshotDeleted,
             "SNAPSHOT_EVICTED" => Reason::SnapshotEvicted,
             "SNAPSHOT_EXPIRED" => Reason::SnapshotExpired,
@@ -154,10 +174,14 @@ impl Reason {
             "STORE_FULL" => Reason::StoreFull,
             "TEMPLATE_MISSING" => Reason::TemplateMissing,
             "TEMPLATE_NOT_APPENDABLE" => Reason::TemplateNotAppendable,
+            "TLS_FAILED" => Reason::TlsFailed,
+            "TOKEN_MISSING" => Reason::TokenMissing,
+            "TOKEN_UNKNOWN" => Reason::TokenUnknown,
             "TRUNCATED" => Reason::Truncated,
             "TURN_OPEN" => Reason::TurnOpen,
             "UNSUPPORTED" => Reason::Unsupported,
             "WATCH_OVERFLOW" => Reason::WatchOverflow,
+            "WATCH_QUOTA" => Reason::WatchQuota,
             "WRONG_INSTANCE" => Reason::WrongInstance,
             other => Reason::Other(other.to_owned()),
         }
@@ -168,6 +192,8 @@ impl Reason {
         match self {
             Reason::ActiveMemory => "ACTIVE_MEMORY",
             Reason::AdminRequired => "ADMIN_REQUIRED",
+            Reason::CallQuota => "CALL_QUOTA",
+            Reason::CertificateUnusable => "CERTIFICATE_UNUSABLE",
             Reason::CheckpointCorrupt => "CHECKPOINT_CORRUPT",
             Reason::ConstraintFailed => "CONSTRAINT_FAILED",
             Reason::ContextOverflow => "CONTEXT_OVERFLOW",
@@ -176,6 +202,7 @@ impl Reason {
             Reason::EngineDown => "ENGINE_DOWN",
             Reason::ForkMemory => "FORK_MEMORY",
             Reason::ImageInvalid => "IMAGE_INVALID",
+            Reason::ImageMemory => "IMAGE_MEMORY",
             Reason::ImageNotHeld => "IMAGE_NOT_HELD",
             Reason::ImageTooLarge => "IMAGE_TOO_LARGE",
             Reason::ImageUnsupported => "IMAGE_UNSUPPORTED",
@@ -198,6 +225,7 @@ impl Reason {
             Reason::RowFailed => "ROW_FAILED",
             Reason::ServerDraining => "SERVER_DRAINING",
             Reason::SlowReader => "SLOW_READER",
+            Reason::SlowSender => "SLOW_SENDER",
             Reason::SnapshotDeleted => "SNAPSHOT_DELETED",
             Reason::SnapshotEvicted => "SNAPSHOT_EVICTED",
             Reason::SnapshotExpired => "SNAPSHOT_EXPIRED",
@@ -210,10 +238,14 @@ impl Reason {
             Reason::StoreFull => "STORE_FULL",
             Reason::TemplateMissing => "TEMPLATE_MISSING",
             Reason::TemplateNotAppendable => "TEMPLATE_NOT_APPENDABLE",
+            Reason::TlsFailed => "TLS_FAILED",
+            Reason::TokenMissing => "TOKEN_MISSING",
+            Reason::TokenUnknown => "TOKEN_UNKNOWN",
             Reason::Truncated => "TRUNCATED",
             Reason::TurnOpen => "TURN_OPEN",
             Reason::Unsupported => "UNSUPPORTED",
             Reason::WatchOverflow => "WATCH_OVERFLOW",
+            Reason::WatchQuota => "WATCH_QUOTA",
             Reason::WrongInstance => "WRONG_INSTANCE",
             Reason::Other(name) => name,
         }

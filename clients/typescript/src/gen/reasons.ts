@@ -6,6 +6,10 @@ export const reasons = {
   ACTIVE_MEMORY: { code: "RESOURCE_EXHAUSTED", gone: false },
   /** Use an admin's credentials. */
   ADMIN_REQUIRED: { code: "PERMISSION_DENIED", gone: false },
+  /** metadata: limit. */
+  CALL_QUOTA: { code: "RESOURCE_EXHAUSTED", gone: false },
+  /** Use a client certificate with one name. */
+  CERTIFICATE_UNUSABLE: { code: "UNAUTHENTICATED", gone: false },
   /** Make the snapshot again. */
   CHECKPOINT_CORRUPT: { code: "DATA_LOSS", gone: false },
   /** In the middle of a generation: no token fits the form any more, or following it costs too much. */
@@ -22,6 +26,8 @@ export const reasons = {
   FORK_MEMORY: { code: "RESOURCE_EXHAUSTED", gone: false },
   /** Send an encoded PNG, JPEG or WebP file. */
   IMAGE_INVALID: { code: "INVALID_ARGUMENT", gone: false },
+  /** metadata: needBytes, limitBytes. */
+  IMAGE_MEMORY: { code: "RESOURCE_EXHAUSTED", gone: false },
   /** metadata: sha256. */
   IMAGE_NOT_HELD: { code: "FAILED_PRECONDITION", gone: false },
   /** Scale the image down; the limits are in the server's info. */
@@ -66,6 +72,8 @@ export const reasons = {
   SERVER_DRAINING: { code: "UNAVAILABLE", gone: false },
   /** Read the stream faster, or gather more tokens into a message. */
   SLOW_READER: { code: "RESOURCE_EXHAUSTED", gone: false },
+  /** The request took too long to arrive: send less at a time. */
+  SLOW_SENDER: { code: "RESOURCE_EXHAUSTED", gone: false },
   /** Make it again. */
   SNAPSHOT_DELETED: { code: "NOT_FOUND", gone: true },
   /** Make it again; pin what must stay. */
@@ -90,6 +98,12 @@ export const reasons = {
   TEMPLATE_MISSING: { code: "FAILED_PRECONDITION", gone: false },
   /** This model's template cannot append turns: use raw input, or send the whole chat without a parent. */
   TEMPLATE_NOT_APPENDABLE: { code: "FAILED_PRECONDITION", gone: false },
+  /** No connection was made, because the two sides do not trust or do not understand each other. Never the server's own word: this client reads it off the failure. */
+  TLS_FAILED: { code: "UNAVAILABLE", gone: false },
+  /** Give the client a token. */
+  TOKEN_MISSING: { code: "UNAUTHENTICATED", gone: false },
+  /** Check the token: it may be mistyped, or have been replaced. */
+  TOKEN_UNKNOWN: { code: "UNAUTHENTICATED", gone: false },
   /** Told by the client: a stream ended without its last message. */
   TRUNCATED: { code: "INTERNAL", gone: false },
   /** The last turn has no end: finish it with raw input, or roll back to before it. */
@@ -98,6 +112,8 @@ export const reasons = {
   UNSUPPORTED: { code: "UNIMPLEMENTED", gone: false },
   /** Start the watch over. */
   WATCH_OVERFLOW: { code: "RESOURCE_EXHAUSTED", gone: false },
+  /** metadata: limit. */
+  WATCH_QUOTA: { code: "RESOURCE_EXHAUSTED", gone: false },
   /** metadata: instance. */
   WRONG_INSTANCE: { code: "FAILED_PRECONDITION", gone: false },
 } as const;

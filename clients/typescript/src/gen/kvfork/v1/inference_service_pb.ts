@@ -8,7 +8,7 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
-import type { Input, Mark, Sampling, Snapshot, SnapshotOptions, Stopping, Usage } from "./types_pb.js";
+import type { Input, Mark, MissReason, Sampling, Snapshot, SnapshotOptions, Stopping, Usage } from "./types_pb.js";
 import { file_kvfork_v1_types } from "./types_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvfork/v1/inference_service.proto.
  */
 export const file_kvfork_v1_inference_service: GenFile = /*@__PURE__*/
-  fileDesc("CiFrdmZvcmsvdjEvaW5mZXJlbmNlX3NlcnZpY2UucHJvdG8SCWt2Zm9yay52MSK4AwoPR2VuZXJhdGVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBnBhcmVudBgCIAEoCRIfCgVpbnB1dBgDIAEoCzIQLmt2Zm9yay52MS5JbnB1dBIlCghzYW1wbGluZxgEIAEoCzITLmt2Zm9yay52MS5TYW1wbGluZxIlCghzdG9wcGluZxgFIAEoCzITLmt2Zm9yay52MS5TdG9wcGluZxIoCgZvdXRwdXQYBiABKAsyGC5rdmZvcmsudjEuT3V0cHV0T3B0aW9ucxIoCgRzYXZlGAcgASgLMhoua3Zmb3JrLnYxLlNuYXBzaG90T3B0aW9ucxIWCg5zYXZlX29uX2NhbmNlbBgIIAEoCBIhChRtYXhfcmVjb21wdXRlX3Rva2VucxgJIAEoDUgAiAEBEh4KBW1hcmtzGAogAygLMg8ua3Zmb3JrLnYxLk1hcmsSKQoKY29uc3RyYWludBgLIAEoCzIVLmt2Zm9yay52MS5Db25zdHJhaW50EhAKCHByaW9yaXR5GAwgASgREhIKCnJlcXVlc3RfaWQYDyABKAlCFwoVX21heF9yZWNvbXB1dGVfdG9rZW5zIooBCgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASIwoGY2hvaWNlGAUgASgLMhEua3Zmb3JrLnYxLkNob2ljZUgAEhcKD2FmdGVyX3JlYXNvbmluZxgEIAEoCEIGCgRraW5kIhkKBkNob2ljZRIPCgdvcHRpb25zGAEgAygJIn4KDU91dHB1dE9wdGlvbnMSEQoJdG9rZW5faWRzGAEgASgIEhkKDHRvcF9sb2dwcm9icxgCIAEoDUgAiAEBEhwKFG1pbl90b2tlbnNfcGVyX2RlbHRhGAMgASgNEhAKCHByb2dyZXNzGAQgASgIQg8KDV90b3BfbG9ncHJvYnMi3AEKEEdlbmVyYXRlUmVzcG9uc2USJQoHc3RhcnRlZBgBIAEoCzISLmt2Zm9yay52MS5TdGFydGVkSAASJwoIcHJvZ3Jlc3MYAiABKAsyEy5rdmZvcmsudjEuUHJvZ3Jlc3NIABIhCgVkZWx0YRgDIAEoCzIQLmt2Zm9yay52MS5EZWx0YUgAEicKCGZpbmlzaGVkGAQgASgLMhMua3Zmb3JrLnYxLkZpbmlzaGVkSAASIwoGbWFya2VkGAUgASgLMhEua3Zmb3JrLnYxLk1hcmtlZEgAQgcKBWV2ZW50IoMBCgdTdGFydGVkEhIKCmdlbmVyYXRpb24YASABKAkSEAoIaW5zdGFuY2UYAiABKAkSFQoNcHJvbXB0X3Rva2VucxgDIAEoDRIMCgRzZWVkGAQgASgNEi0KCnF1ZXVlX3RpbWUYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iNQoIUHJvZ3Jlc3MSEwoLZG9uZV90b2tlbnMYASABKA0SFAoMdG90YWxfdG9rZW5zGAIgASgNIlgKBk1hcmtlZBIMCgRtYXJrGAEgASgNEiUKCHNuYXBzaG90GAIgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90EhkKEXNhdmVfZXJyb3JfcmVhc29uGAMgASgJIqUBCgVEZWx0YRIMCgR0ZXh0GAEgASgJEhYKDmZpcnN0X3Bvc2l0aW9uGAIgASgNEhMKC3Rva2VuX2NvdW50GAMgASgNEhEKCXRva2VuX2lkcxgEIAMoDRIpCghsb2dwcm9icxgFIAMoCzIXLmt2Zm9yay52MS5Ub2tlbkxvZ3Byb2ISIwoHY2hhbm5lbBgGIAEoDjISLmt2Zm9yay52MS5DaGFubmVsImoKDFRva2VuTG9ncHJvYhIQCgh0b2tlbl9pZBgBIAEoDRIPCgdsb2dwcm9iGAIgASgCEhMKC3Rva2VuX2J5dGVzGAMgASgMEiIKA3RvcBgEIAMoCzIVLmt2Zm9yay52MS5Ub3BMb2dwcm9iIkQKClRvcExvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAhITCgt0b2tlbl9ieXRlcxgDIAEoDCLtAQoIRmluaXNoZWQSJwoGcmVhc29uGAEgASgOMhcua3Zmb3JrLnYxLkZpbmlzaFJlYXNvbhIOCgRzdG9wGAIgASgJSAASFwoNc3RvcF90b2tlbl9pZBgDIAEoDUgAEiUKCHNuYXBzaG90GAQgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Eh8KBXVzYWdlGAUgASgLMhAua3Zmb3JrLnYxLlVzYWdlEiEKBnRpbWluZxgGIAEoCzIRLmt2Zm9yay52MS5UaW1pbmcSGQoRc2F2ZV9lcnJvcl9yZWFzb24YByABKAlCCQoHbWF0Y2hlZCKyAQoGVGltaW5nEigKBXF1ZXVlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEicKBGxvYWQYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKgoHcHJlZmlsbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIpCgZkZWNvZGUYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iKwoVU3RvcEdlbmVyYXRpb25SZXF1ZXN0EhIKCmdlbmVyYXRpb24YASABKAkiLQoWU3RvcEdlbmVyYXRpb25SZXNwb25zZRITCgt3YXNfcnVubmluZxgBIAEoCCK4AQoVQ3JlYXRlU25hcHNob3RSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBnBhcmVudBgCIAEoCRIfCgVpbnB1dBgDIAEoCzIQLmt2Zm9yay52MS5JbnB1dBIrCgdvcHRpb25zGAQgASgLMhoua3Zmb3JrLnYxLlNuYXBzaG90T3B0aW9ucxIeCgVtYXJrcxgFIAMoCzIPLmt2Zm9yay52MS5NYXJrEhIKCnJlcXVlc3RfaWQYDyABKAkihQEKFkNyZWF0ZVNuYXBzaG90UmVzcG9uc2USJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSHwoFdXNhZ2UYAiABKAsyEC5rdmZvcmsudjEuVXNhZ2USIwoGbWFya2VkGAMgAygLMhMua3Zmb3JrLnYxLlNuYXBzaG90IloKC0ZvcmtSZXF1ZXN0Eg4KBnBhcmVudBgBIAEoCRInCghicmFuY2hlcxgCIAMoCzIVLmt2Zm9yay52MS5Gb3JrQnJhbmNoEhIKCnJlcXVlc3RfaWQYDyABKAkiWwoKRm9ya0JyYW5jaBIgCgZhcHBlbmQYASABKAsyEC5rdmZvcmsudjEuSW5wdXQSKwoHb3B0aW9ucxgCIAEoCzIaLmt2Zm9yay52MS5TbmFwc2hvdE9wdGlvbnMiVwoMRm9ya1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIfCgV1c2FnZRgCIAEoCzIQLmt2Zm9yay52MS5Vc2FnZSK2AgoPUm9sbGJhY2tSZXF1ZXN0Eg4KBnNvdXJjZRgBIAEoCRIVCgt0b2tlbl9jb3VudBgCIAEoDUgAEhUKC2Ryb3BfdG9rZW5zGAMgASgNSAASEgoIYW5jZXN0b3IYBCABKAlIABIlCghyb3VuZGluZxgFIAEoDjITLmt2Zm9yay52MS5Sb3VuZGluZxIjCgdyZWxlYXNlGAYgASgOMhIua3Zmb3JrLnYxLlJlbGVhc2USKwoHb3B0aW9ucxgHIAEoCzIaLmt2Zm9yay52MS5TbmFwc2hvdE9wdGlvbnMSIQoUbWF4X3JlY29tcHV0ZV90b2tlbnMYCCABKA1IAYgBARISCgpyZXF1ZXN0X2lkGA8gASgJQggKBnRhcmdldEIXChVfbWF4X3JlY29tcHV0ZV90b2tlbnMibAoQUm9sbGJhY2tSZXNwb25zZRIlCghzbmFwc2hvdBgBIAEoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIQCghyZWxlYXNlZBgCIAMoCRIfCgV1c2FnZRgDIAEoCzIQLmt2Zm9yay52MS5Vc2FnZSJuChJDb3VudFRva2Vuc1JlcXVlc3QSDQoFbW9kZWwYASABKAkSDgoGcGFyZW50GAIgASgJEh8KBWlucHV0GAMgASgLMhAua3Zmb3JrLnYxLklucHV0EhgKEGluY2x1ZGVfcmVuZGVyZWQYBCABKAgikwEKE0NvdW50VG9rZW5zUmVzcG9uc2USFAoMdG90YWxfdG9rZW5zGAEgASgNEhQKDGltYWdlX3Rva2VucxgCIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAMgASgNEhgKEHJlbWFpbmluZ190b2tlbnMYBCABKA0SEQoJdG9rZW5faWRzGAUgAygNEgwKBHRleHQYBiABKAkqUAoHQ2hhbm5lbBIXChNDSEFOTkVMX1VOU1BFQ0lGSUVEEAASFQoRQ0hBTk5FTF9SRUFTT05JTkcQARIVChFDSEFOTkVMX1RPT0xfQ0FMTBACKtMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhUKEUZJTklTSF9SRUFTT05fRU9TEAESFgoSRklOSVNIX1JFQVNPTl9TVE9QEAISHAoYRklOSVNIX1JFQVNPTl9NQVhfVE9LRU5TEAMSHgoaRklOSVNIX1JFQVNPTl9DT05URVhUX0ZVTEwQBBIcChhGSU5JU0hfUkVBU09OX1RJTUVfTElNSVQQBRIZChVGSU5JU0hfUkVBU09OX1NUT1BQRUQQBipLCghSb3VuZGluZxIYChRST1VORElOR19VTlNQRUNJRklFRBAAEhIKDlJPVU5ESU5HX0VYQUNUEAESEQoNUk9VTkRJTkdfRE9XThACKl8KB1JlbGVhc2USFwoTUkVMRUFTRV9VTlNQRUNJRklFRBAAEhAKDFJFTEVBU0VfTk9ORRABEhIKDlJFTEVBU0VfU09VUkNFEAISFQoRUkVMRUFTRV9BQkFORE9ORUQQAzLTAwoQSW5mZXJlbmNlU2VydmljZRJFCghHZW5lcmF0ZRIaLmt2Zm9yay52MS5HZW5lcmF0ZVJlcXVlc3QaGy5rdmZvcmsudjEuR2VuZXJhdGVSZXNwb25zZTABElUKDlN0b3BHZW5lcmF0aW9uEiAua3Zmb3JrLnYxLlN0b3BHZW5lcmF0aW9uUmVxdWVzdBohLmt2Zm9yay52MS5TdG9wR2VuZXJhdGlvblJlc3BvbnNlElUKDkNyZWF0ZVNuYXBzaG90EiAua3Zmb3JrLnYxLkNyZWF0ZVNuYXBzaG90UmVxdWVzdBohLmt2Zm9yay52MS5DcmVhdGVTbmFwc2hvdFJlc3BvbnNlEjcKBEZvcmsSFi5rdmZvcmsudjEuRm9ya1JlcXVlc3QaFy5rdmZvcmsudjEuRm9ya1Jlc3BvbnNlEkMKCFJvbGxiYWNrEhoua3Zmb3JrLnYxLlJvbGxiYWNrUmVxdWVzdBobLmt2Zm9yay52MS5Sb2xsYmFja1Jlc3BvbnNlEkwKC0NvdW50VG9rZW5zEh0ua3Zmb3JrLnYxLkNvdW50VG9rZW5zUmVxdWVzdBoeLmt2Zm9yay52MS5Db3VudFRva2Vuc1Jlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_kvfork_v1_types]);
+  fileDesc("CiFrdmZvcmsvdjEvaW5mZXJlbmNlX3NlcnZpY2UucHJvdG8SCWt2Zm9yay52MSK4AwoPR2VuZXJhdGVSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBnBhcmVudBgCIAEoCRIfCgVpbnB1dBgDIAEoCzIQLmt2Zm9yay52MS5JbnB1dBIlCghzYW1wbGluZxgEIAEoCzITLmt2Zm9yay52MS5TYW1wbGluZxIlCghzdG9wcGluZxgFIAEoCzITLmt2Zm9yay52MS5TdG9wcGluZxIoCgZvdXRwdXQYBiABKAsyGC5rdmZvcmsudjEuT3V0cHV0T3B0aW9ucxIoCgRzYXZlGAcgASgLMhoua3Zmb3JrLnYxLlNuYXBzaG90T3B0aW9ucxIWCg5zYXZlX29uX2NhbmNlbBgIIAEoCBIhChRtYXhfcmVjb21wdXRlX3Rva2VucxgJIAEoDUgAiAEBEh4KBW1hcmtzGAogAygLMg8ua3Zmb3JrLnYxLk1hcmsSKQoKY29uc3RyYWludBgLIAEoCzIVLmt2Zm9yay52MS5Db25zdHJhaW50EhAKCHByaW9yaXR5GAwgASgREhIKCnJlcXVlc3RfaWQYDyABKAlCFwoVX21heF9yZWNvbXB1dGVfdG9rZW5zIooBCgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASIwoGY2hvaWNlGAUgASgLMhEua3Zmb3JrLnYxLkNob2ljZUgAEhcKD2FmdGVyX3JlYXNvbmluZxgEIAEoCEIGCgRraW5kIhkKBkNob2ljZRIPCgdvcHRpb25zGAEgAygJIn4KDU91dHB1dE9wdGlvbnMSEQoJdG9rZW5faWRzGAEgASgIEhkKDHRvcF9sb2dwcm9icxgCIAEoDUgAiAEBEhwKFG1pbl90b2tlbnNfcGVyX2RlbHRhGAMgASgNEhAKCHByb2dyZXNzGAQgASgIQg8KDV90b3BfbG9ncHJvYnMi3AEKEEdlbmVyYXRlUmVzcG9uc2USJQoHc3RhcnRlZBgBIAEoCzISLmt2Zm9yay52MS5TdGFydGVkSAASJwoIcHJvZ3Jlc3MYAiABKAsyEy5rdmZvcmsudjEuUHJvZ3Jlc3NIABIhCgVkZWx0YRgDIAEoCzIQLmt2Zm9yay52MS5EZWx0YUgAEicKCGZpbmlzaGVkGAQgASgLMhMua3Zmb3JrLnYxLkZpbmlzaGVkSAASIwoGbWFya2VkGAUgASgLMhEua3Zmb3JrLnYxLk1hcmtlZEgAQgcKBWV2ZW50IoMBCgdTdGFydGVkEhIKCmdlbmVyYXRpb24YASABKAkSEAoIaW5zdGFuY2UYAiABKAkSFQoNcHJvbXB0X3Rva2VucxgDIAEoDRIMCgRzZWVkGAQgASgNEi0KCnF1ZXVlX3RpbWUYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iNQoIUHJvZ3Jlc3MSEwoLZG9uZV90b2tlbnMYASABKA0SFAoMdG90YWxfdG9rZW5zGAIgASgNIlgKBk1hcmtlZBIMCgRtYXJrGAEgASgNEiUKCHNuYXBzaG90GAIgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90EhkKEXNhdmVfZXJyb3JfcmVhc29uGAMgASgJIqUBCgVEZWx0YRIMCgR0ZXh0GAEgASgJEhYKDmZpcnN0X3Bvc2l0aW9uGAIgASgNEhMKC3Rva2VuX2NvdW50GAMgASgNEhEKCXRva2VuX2lkcxgEIAMoDRIpCghsb2dwcm9icxgFIAMoCzIXLmt2Zm9yay52MS5Ub2tlbkxvZ3Byb2ISIwoHY2hhbm5lbBgGIAEoDjISLmt2Zm9yay52MS5DaGFubmVsImoKDFRva2VuTG9ncHJvYhIQCgh0b2tlbl9pZBgBIAEoDRIPCgdsb2dwcm9iGAIgASgCEhMKC3Rva2VuX2J5dGVzGAMgASgMEiIKA3RvcBgEIAMoCzIVLmt2Zm9yay52MS5Ub3BMb2dwcm9iIkQKClRvcExvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAhITCgt0b2tlbl9ieXRlcxgDIAEoDCLtAQoIRmluaXNoZWQSJwoGcmVhc29uGAEgASgOMhcua3Zmb3JrLnYxLkZpbmlzaFJlYXNvbhIOCgRzdG9wGAIgASgJSAASFwoNc3RvcF90b2tlbl9pZBgDIAEoDUgAEiUKCHNuYXBzaG90GAQgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Eh8KBXVzYWdlGAUgASgLMhAua3Zmb3JrLnYxLlVzYWdlEiEKBnRpbWluZxgGIAEoCzIRLmt2Zm9yay52MS5UaW1pbmcSGQoRc2F2ZV9lcnJvcl9yZWFzb24YByABKAlCCQoHbWF0Y2hlZCKyAQoGVGltaW5nEigKBXF1ZXVlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEicKBGxvYWQYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKgoHcHJlZmlsbBgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIpCgZkZWNvZGUYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iKwoVU3RvcEdlbmVyYXRpb25SZXF1ZXN0EhIKCmdlbmVyYXRpb24YASABKAkiLQoWU3RvcEdlbmVyYXRpb25SZXNwb25zZRITCgt3YXNfcnVubmluZxgBIAEoCCK4AQoVQ3JlYXRlU25hcHNob3RSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBnBhcmVudBgCIAEoCRIfCgVpbnB1dBgDIAEoCzIQLmt2Zm9yay52MS5JbnB1dBIrCgdvcHRpb25zGAQgASgLMhoua3Zmb3JrLnYxLlNuYXBzaG90T3B0aW9ucxIeCgVtYXJrcxgFIAMoCzIPLmt2Zm9yay52MS5NYXJrEhIKCnJlcXVlc3RfaWQYDyABKAkihQEKFkNyZWF0ZVNuYXBzaG90UmVzcG9uc2USJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSHwoFdXNhZ2UYAiABKAsyEC5rdmZvcmsudjEuVXNhZ2USIwoGbWFya2VkGAMgAygLMhMua3Zmb3JrLnYxLlNuYXBzaG90IloKC0ZvcmtSZXF1ZXN0Eg4KBnBhcmVudBgBIAEoCRInCghicmFuY2hlcxgCIAMoCzIVLmt2Zm9yay52MS5Gb3JrQnJhbmNoEhIKCnJlcXVlc3RfaWQYDyABKAkiWwoKRm9ya0JyYW5jaBIgCgZhcHBlbmQYASABKAsyEC5rdmZvcmsudjEuSW5wdXQSKwoHb3B0aW9ucxgCIAEoCzIaLmt2Zm9yay52MS5TbmFwc2hvdE9wdGlvbnMiVwoMRm9ya1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIfCgV1c2FnZRgCIAEoCzIQLmt2Zm9yay52MS5Vc2FnZSK2AgoPUm9sbGJhY2tSZXF1ZXN0Eg4KBnNvdXJjZRgBIAEoCRIVCgt0b2tlbl9jb3VudBgCIAEoDUgAEhUKC2Ryb3BfdG9rZW5zGAMgASgNSAASEgoIYW5jZXN0b3IYBCABKAlIABIlCghyb3VuZGluZxgFIAEoDjITLmt2Zm9yay52MS5Sb3VuZGluZxIjCgdyZWxlYXNlGAYgASgOMhIua3Zmb3JrLnYxLlJlbGVhc2USKwoHb3B0aW9ucxgHIAEoCzIaLmt2Zm9yay52MS5TbmFwc2hvdE9wdGlvbnMSIQoUbWF4X3JlY29tcHV0ZV90b2tlbnMYCCABKA1IAYgBARISCgpyZXF1ZXN0X2lkGA8gASgJQggKBnRhcmdldEIXChVfbWF4X3JlY29tcHV0ZV90b2tlbnMibAoQUm9sbGJhY2tSZXNwb25zZRIlCghzbmFwc2hvdBgBIAEoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIQCghyZWxlYXNlZBgCIAMoCRIfCgV1c2FnZRgDIAEoCzIQLmt2Zm9yay52MS5Vc2FnZSKUAQoSQ291bnRUb2tlbnNSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEg4KBnBhcmVudBgCIAEoCRIfCgVpbnB1dBgDIAEoCzIQLmt2Zm9yay52MS5JbnB1dBIYChBpbmNsdWRlX3JlbmRlcmVkGAQgASgIEiQKBHBsYW4YBSABKAsyFi5rdmZvcmsudjEuUGxhbk9wdGlvbnMiRwoLUGxhbk9wdGlvbnMSEAoIYnJhbmNoZXMYASABKA0SFwoKbWF4X3Rva2VucxgCIAEoDUgAiAEBQg0KC19tYXhfdG9rZW5zIrQDCgRQbGFuEhUKDW1lbW9yeV90b2tlbnMYASABKA0SEwoLZGlza190b2tlbnMYAiABKA0SGQoRcmVjb21wdXRlZF90b2tlbnMYAyABKA0SEgoKbmV3X3Rva2VucxgEIAEoDRIqCgttaXNzX3JlYXNvbhgFIAEoDjIVLmt2Zm9yay52MS5NaXNzUmVhc29uEhIKCmRpc2tfYnl0ZXMYBiABKAQSFAoMbWVtb3J5X2J5dGVzGAcgASgEEjEKDnByZWRpY3RlZF9sb2FkGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjQKEXByZWRpY3RlZF9wcmVmaWxsGAkgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjEKDnByZWRpY3RlZF90dGZ0GAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEicKCWFkbWlzc2lvbhgLIAEoDjIULmt2Zm9yay52MS5BZG1pc3Npb24SDgoGcmVhc29uGAwgASgJEhIKCm5lZWRfYnl0ZXMYDSABKAQSEgoKZnJlZV9ieXRlcxgOIAEoBCKyAQoTQ291bnRUb2tlbnNSZXNwb25zZRIUCgx0b3RhbF90b2tlbnMYASABKA0SFAoMaW1hZ2VfdG9rZW5zGAIgASgNEhUKDWNhY2hlZF90b2tlbnMYAyABKA0SGAoQcmVtYWluaW5nX3Rva2VucxgEIAEoDRIRCgl0b2tlbl9pZHMYBSADKA0SDAoEdGV4dBgGIAEoCRIdCgRwbGFuGAcgASgLMg8ua3Zmb3JrLnYxLlBsYW4qUAoHQ2hhbm5lbBIXChNDSEFOTkVMX1VOU1BFQ0lGSUVEEAASFQoRQ0hBTk5FTF9SRUFTT05JTkcQARIVChFDSEFOTkVMX1RPT0xfQ0FMTBACKtMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhUKEUZJTklTSF9SRUFTT05fRU9TEAESFgoSRklOSVNIX1JFQVNPTl9TVE9QEAISHAoYRklOSVNIX1JFQVNPTl9NQVhfVE9LRU5TEAMSHgoaRklOSVNIX1JFQVNPTl9DT05URVhUX0ZVTEwQBBIcChhGSU5JU0hfUkVBU09OX1RJTUVfTElNSVQQBRIZChVGSU5JU0hfUkVBU09OX1NUT1BQRUQQBipLCghSb3VuZGluZxIYChRST1VORElOR19VTlNQRUNJRklFRBAAEhIKDlJPVU5ESU5HX0VYQUNUEAESEQoNUk9VTkRJTkdfRE9XThACKl8KB1JlbGVhc2USFwoTUkVMRUFTRV9VTlNQRUNJRklFRBAAEhAKDFJFTEVBU0VfTk9ORRABEhIKDlJFTEVBU0VfU09VUkNFEAISFQoRUkVMRUFTRV9BQkFORE9ORUQQAypmCglBZG1pc3Npb24SGQoVQURNSVNTSU9OX1VOU1BFQ0lGSUVEEAASEQoNQURNSVNTSU9OX05PVxABEhQKEEFETUlTU0lPTl9RVUVVRUQQAhIVChFBRE1JU1NJT05fUkVGVVNFRBADMtMDChBJbmZlcmVuY2VTZXJ2aWNlEkUKCEdlbmVyYXRlEhoua3Zmb3JrLnYxLkdlbmVyYXRlUmVxdWVzdBobLmt2Zm9yay52MS5HZW5lcmF0ZVJlc3BvbnNlMAESVQoOU3RvcEdlbmVyYXRpb24SIC5rdmZvcmsudjEuU3RvcEdlbmVyYXRpb25SZXF1ZXN0GiEua3Zmb3JrLnYxLlN0b3BHZW5lcmF0aW9uUmVzcG9uc2USVQoOQ3JlYXRlU25hcHNob3QSIC5rdmZvcmsudjEuQ3JlYXRlU25hcHNob3RSZXF1ZXN0GiEua3Zmb3JrLnYxLkNyZWF0ZVNuYXBzaG90UmVzcG9uc2USNwoERm9yaxIWLmt2Zm9yay52MS5Gb3JrUmVxdWVzdBoXLmt2Zm9yay52MS5Gb3JrUmVzcG9uc2USQwoIUm9sbGJhY2sSGi5rdmZvcmsudjEuUm9sbGJhY2tSZXF1ZXN0Ghsua3Zmb3JrLnYxLlJvbGxiYWNrUmVzcG9uc2USTAoLQ291bnRUb2tlbnMSHS5rdmZvcmsudjEuQ291bnRUb2tlbnNSZXF1ZXN0Gh4ua3Zmb3JrLnYxLkNvdW50VG9rZW5zUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration, file_kvfork_v1_types]);
 
 /**
  * Asks for new tokens.
@@ -1067,6 +1067,13 @@ export type CountTokensRequest = Message<"kvfork.v1.CountTokensRequest"> & {
    * @generated from field: bool include_rendered = 4;
    */
   includeRendered: boolean;
+
+  /**
+   * Set: fill plan.
+   *
+   * @generated from field: kvfork.v1.PlanOptions plan = 5;
+   */
+  plan?: PlanOptions | undefined;
 };
 
 /**
@@ -1075,6 +1082,152 @@ export type CountTokensRequest = Message<"kvfork.v1.CountTokensRequest"> & {
  */
 export const CountTokensRequestSchema: GenMessage<CountTokensRequest> = /*@__PURE__*/
   messageDesc(file_kvfork_v1_inference_service, 22);
+
+/**
+ * A call to plan for: a dry run that computes and reserves nothing.
+ *
+ * @generated from message kvfork.v1.PlanOptions
+ */
+export type PlanOptions = Message<"kvfork.v1.PlanOptions"> & {
+  /**
+   * Calls that would go on from the input at once, as after a fork. 0 is 1.
+   *
+   * @generated from field: uint32 branches = 1;
+   */
+  branches: number;
+
+  /**
+   * New tokens of each. Unset: the server's default.
+   *
+   * @generated from field: optional uint32 max_tokens = 2;
+   */
+  maxTokens?: number | undefined;
+};
+
+/**
+ * Describes the message kvfork.v1.PlanOptions.
+ * Use `create(PlanOptionsSchema)` to create a new message.
+ */
+export const PlanOptionsSchema: GenMessage<PlanOptions> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_inference_service, 23);
+
+/**
+ * What a call would meet if it came now. A moment later it may be otherwise.
+ * cached_tokens + recomputed_tokens + new_tokens = total_tokens.
+ *
+ * @generated from message kvfork.v1.Plan
+ */
+export type Plan = Message<"kvfork.v1.Plan"> & {
+  /**
+   * As in Usage; cached_tokens is that of CountTokensResponse. The rest of the
+   * context would be computed.
+   *
+   * @generated from field: uint32 memory_tokens = 1;
+   */
+  memoryTokens: number;
+
+  /**
+   * As in Usage.
+   *
+   * @generated from field: uint32 disk_tokens = 2;
+   */
+  diskTokens: number;
+
+  /**
+   * As in Usage.
+   *
+   * @generated from field: uint32 recomputed_tokens = 3;
+   */
+  recomputedTokens: number;
+
+  /**
+   * As in Usage.
+   *
+   * @generated from field: uint32 new_tokens = 4;
+   */
+  newTokens: number;
+
+  /**
+   * As in Usage.
+   *
+   * @generated from field: kvfork.v1.MissReason miss_reason = 5;
+   */
+  missReason: MissReason;
+
+  /**
+   * Would be read from the disk tier.
+   *
+   * @generated from field: uint64 disk_bytes = 6;
+   */
+  diskBytes: bigint;
+
+  /**
+   * Would be taken from the memory tier.
+   *
+   * @generated from field: uint64 memory_bytes = 7;
+   */
+  memoryBytes: bigint;
+
+  /**
+   * Reading stored state, at the pace of this process so far. Unset until it
+   * has read some.
+   *
+   * @generated from field: google.protobuf.Duration predicted_load = 8;
+   */
+  predictedLoad?: Duration | undefined;
+
+  /**
+   * Computing the rest, likewise; images to be encoded come on top.
+   *
+   * @generated from field: google.protobuf.Duration predicted_prefill = 9;
+   */
+  predictedPrefill?: Duration | undefined;
+
+  /**
+   * From admission to the first token, were nothing else running: the sum of
+   * both. Unset if a part that is needed is unset.
+   *
+   * @generated from field: google.protobuf.Duration predicted_ttft = 10;
+   */
+  predictedTtft?: Duration | undefined;
+
+  /**
+   * Whether all branches would be admitted.
+   *
+   * @generated from field: kvfork.v1.Admission admission = 11;
+   */
+  admission: Admission;
+
+  /**
+   * Why not at once: ROWS_BUSY, OWNER_BUSY (the caller's own limit), or an
+   * ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL, CONTEXT_OVERFLOW or
+   * SNAPSHOT_QUOTA. Empty: at once.
+   *
+   * @generated from field: string reason = 12;
+   */
+  reason: string;
+
+  /**
+   * Working memory that the branches would reserve together.
+   *
+   * @generated from field: uint64 need_bytes = 13;
+   */
+  needBytes: bigint;
+
+  /**
+   * Working memory that nobody has reserved now. Told to admins alone.
+   *
+   * @generated from field: uint64 free_bytes = 14;
+   */
+  freeBytes: bigint;
+};
+
+/**
+ * Describes the message kvfork.v1.Plan.
+ * Use `create(PlanSchema)` to create a new message.
+ */
+export const PlanSchema: GenMessage<Plan> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_inference_service, 24);
 
 /**
  * The size of an input.
@@ -1123,6 +1276,13 @@ export type CountTokensResponse = Message<"kvfork.v1.CountTokensResponse"> & {
    * @generated from field: string text = 6;
    */
   text: string;
+
+  /**
+   * What a call would meet, if asked for.
+   *
+   * @generated from field: kvfork.v1.Plan plan = 7;
+   */
+  plan?: Plan | undefined;
 };
 
 /**
@@ -1130,7 +1290,7 @@ export type CountTokensResponse = Message<"kvfork.v1.CountTokensResponse"> & {
  * Use `create(CountTokensResponseSchema)` to create a new message.
  */
 export const CountTokensResponseSchema: GenMessage<CountTokensResponse> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_inference_service, 23);
+  messageDesc(file_kvfork_v1_inference_service, 25);
 
 /**
  * What generated text is. A Delta never mixes two. A token belongs to the
@@ -1307,6 +1467,47 @@ export const ReleaseSchema: GenEnum<Release> = /*@__PURE__*/
   enumDesc(file_kvfork_v1_inference_service, 3);
 
 /**
+ * What would become of a call.
+ *
+ * @generated from enum kvfork.v1.Admission
+ */
+export enum Admission {
+  /**
+   * Not used.
+   *
+   * @generated from enum value: ADMISSION_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * It would begin at once.
+   *
+   * @generated from enum value: ADMISSION_NOW = 1;
+   */
+  NOW = 1,
+
+  /**
+   * It would be taken, and wait in the queue.
+   *
+   * @generated from enum value: ADMISSION_QUEUED = 2;
+   */
+  QUEUED = 2,
+
+  /**
+   * It would be refused.
+   *
+   * @generated from enum value: ADMISSION_REFUSED = 3;
+   */
+  REFUSED = 3,
+}
+
+/**
+ * Describes the enum kvfork.v1.Admission.
+ */
+export const AdmissionSchema: GenEnum<Admission> = /*@__PURE__*/
+  enumDesc(file_kvfork_v1_inference_service, 4);
+
+/**
  * Generates, and derives snapshots. NOT_SERVING while the model loads, is
  * stuck, or the server drains.
  *
@@ -1367,7 +1568,8 @@ export const InferenceService: GenService<{
     output: typeof RollbackResponseSchema;
   },
   /**
-   * Renders and tokenizes an input without running the model.
+   * Renders and tokenizes an input without running the model; on request, also
+   * what a call with it would cost now.
    *
    * @generated from rpc kvfork.v1.InferenceService.CountTokens
    */

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvfork/v1/server_service.proto.
  */
 export const file_kvfork_v1_server_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5rdmZvcmsvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Zm9yay52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK9AQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEhAKCGluc3RhbmNlGAEgASgJEg8KB2Jvb3RfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoCRIQCghmZWF0dXJlcxgEIAMoCRIhCgZsaW1pdHMYBSABKAsyES5rdmZvcmsudjEuTGltaXRzEikKBnVwdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIQCghkcmFpbmluZxgHIAEoCCLoAQoGTGltaXRzEhkKEW1heF9yZXF1ZXN0X2J5dGVzGAEgASgEEhcKD21heF9pbWFnZV9ieXRlcxgCIAEoBBISCgptYXhfaW1hZ2VzGAMgASgNEhkKEW1heF9mb3JrX2JyYW5jaGVzGAQgASgNEhEKCW1heF9xdWV1ZRgFIAEoDRIRCgltYXhfYmF0Y2gYBiABKA0SFQoNbWF4X3NuYXBzaG90cxgHIAEoDRISCgptYXhfcGlubmVkGAggASgNEioKB21heF90dGwYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iOgoRTGlzdE1vZGVsc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkiTwoSTGlzdE1vZGVsc1Jlc3BvbnNlEiAKBm1vZGVscxgBIAMoCzIQLmt2Zm9yay52MS5Nb2RlbBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiHwoPR2V0TW9kZWxSZXF1ZXN0EgwKBG5hbWUYASABKAkiMwoQR2V0TW9kZWxSZXNwb25zZRIfCgVtb2RlbBgBIAEoCzIQLmt2Zm9yay52MS5Nb2RlbCLVAgoFTW9kZWwSDAoEbmFtZRgBIAEoCRITCgtmaW5nZXJwcmludBgCIAEoCRIlCgVzdGF0ZRgDIAEoDjIWLmt2Zm9yay52MS5Nb2RlbC5TdGF0ZRIWCg5jb250ZXh0X3Rva2VucxgEIAEoDRISCgp2b2NhYl9zaXplGAUgASgNEhUKDWVvc190b2tlbl9pZHMYBiADKA0SDgoGdmlzaW9uGAcgASgIEhEKCXRyaW1tYWJsZRgIIAEoCBIXCg9ieXRlc19wZXJfdG9rZW4YCSABKAQSLQoQZGVmYXVsdF9zYW1wbGluZxgKIAEoCzITLmt2Zm9yay52MS5TYW1wbGluZyJUCgVTdGF0ZRIVChFTVEFURV9VTlNQRUNJRklFRBAAEhEKDVNUQVRFX0xPQURJTkcQARIPCgtTVEFURV9SRUFEWRACEhAKDFNUQVRFX0ZBSUxFRBADIhYKFEdldENhY2hlU3RhdHNSZXF1ZXN0Ij0KFUdldENhY2hlU3RhdHNSZXNwb25zZRIkCgVzdGF0cxgBIAEoCzIVLmt2Zm9yay52MS5DYWNoZVN0YXRzIpMGCgpDYWNoZVN0YXRzEhsKE2NoZWNrcG9pbnRfaW50ZXJ2YWwYASABKA0SGAoQYWN0aXZlX3NlcXVlbmNlcxgCIAEoDRIUCgxxdWV1ZWRfY2FsbHMYAyABKA0SGAoQbWVtb3J5X3NuYXBzaG90cxgEIAEoDRIWCg5kaXNrX3NuYXBzaG90cxgFIAEoDRIXCg90b2tlbl9zbmFwc2hvdHMYBiABKA0SFAoMbWVtb3J5X2J5dGVzGAcgASgEEhoKEm1lbW9yeV9saW1pdF9ieXRlcxgIIAEoBBISCgpkaXNrX2J5dGVzGAkgASgEEhgKEGRpc2tfbGltaXRfYnl0ZXMYCiABKAQSFQoNcHJvbXB0X3Rva2VucxgLIAEoBBIVCg1jYWNoZWRfdG9rZW5zGAwgASgEEhkKEXJlY29tcHV0ZWRfdG9rZW5zGA0gASgEEhsKE2NoZWNrcG9pbnRzX3dyaXR0ZW4YDiABKAQSGAoQY2hlY2twb2ludHNfcmVhZBgPIAEoBBIbChNjaGVja3BvaW50c19jb3JydXB0GBAgASgEEhEKCWV2aWN0aW9ucxgRIAEoBBIZChFjaGVja3BvaW50X3BvbGljeRgSIAEoCRJKChNjaGVja3BvaW50c19za2lwcGVkGBMgAygLMi0ua3Zmb3JrLnYxLkNhY2hlU3RhdHMuQ2hlY2twb2ludHNTa2lwcGVkRW50cnkSFQoNcGVuZGluZ19ieXRlcxgUIAEoBBIbChN3cml0dGVuX3RvZGF5X2J5dGVzGBUgASgEEiQKF2RhaWx5X3dyaXRlX2xpbWl0X2J5dGVzGBYgASgESACIAQESFAoMd3JpdGVfZXJyb3JzGBcgASgEEhUKDXdyaXRlc19wYXVzZWQYGCABKAgSGAoQbGFzdF93cml0ZV9lcnJvchgZIAEoCRo5ChdDaGVja3BvaW50c1NraXBwZWRFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBQhoKGF9kYWlseV93cml0ZV9saW1pdF9ieXRlcyJmChBUcmltQ2FjaGVSZXF1ZXN0EhkKDG1lbW9yeV9ieXRlcxgBIAEoBEgAiAEBEhcKCmRpc2tfYnl0ZXMYAiABKARIAYgBAUIPCg1fbWVtb3J5X2J5dGVzQg0KC19kaXNrX2J5dGVzIjkKEVRyaW1DYWNoZVJlc3BvbnNlEiQKBXN0YXRzGAEgASgLMhUua3Zmb3JrLnYxLkNhY2hlU3RhdHMyjwMKDVNlcnZlclNlcnZpY2USUgoNR2V0U2VydmVySW5mbxIfLmt2Zm9yay52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBogLmt2Zm9yay52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2USSQoKTGlzdE1vZGVscxIcLmt2Zm9yay52MS5MaXN0TW9kZWxzUmVxdWVzdBodLmt2Zm9yay52MS5MaXN0TW9kZWxzUmVzcG9uc2USQwoIR2V0TW9kZWwSGi5rdmZvcmsudjEuR2V0TW9kZWxSZXF1ZXN0Ghsua3Zmb3JrLnYxLkdldE1vZGVsUmVzcG9uc2USUgoNR2V0Q2FjaGVTdGF0cxIfLmt2Zm9yay52MS5HZXRDYWNoZVN0YXRzUmVxdWVzdBogLmt2Zm9yay52MS5HZXRDYWNoZVN0YXRzUmVzcG9uc2USRgoJVHJpbUNhY2hlEhsua3Zmb3JrLnYxLlRyaW1DYWNoZVJlcXVlc3QaHC5rdmZvcmsudjEuVHJpbUNhY2hlUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration, file_kvfork_v1_types]);
+  fileDesc("Ch5rdmZvcmsvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Zm9yay52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK9AQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEhAKCGluc3RhbmNlGAEgASgJEg8KB2Jvb3RfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoCRIQCghmZWF0dXJlcxgEIAMoCRIhCgZsaW1pdHMYBSABKAsyES5rdmZvcmsudjEuTGltaXRzEikKBnVwdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIQCghkcmFpbmluZxgHIAEoCCKXAgoGTGltaXRzEhkKEW1heF9yZXF1ZXN0X2J5dGVzGAEgASgEEhcKD21heF9pbWFnZV9ieXRlcxgCIAEoBBISCgptYXhfaW1hZ2VzGAMgASgNEhkKEW1heF9mb3JrX2JyYW5jaGVzGAQgASgNEhEKCW1heF9xdWV1ZRgFIAEoDRIRCgltYXhfYmF0Y2gYBiABKA0SFQoNbWF4X3NuYXBzaG90cxgHIAEoDRISCgptYXhfcGlubmVkGAggASgNEioKB21heF90dGwYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEwoLbWF4X3dhdGNoZXMYCyABKA0SGAoQbWF4X2ltYWdlX3BpeGVscxgKIAEoBCI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJPChJMaXN0TW9kZWxzUmVzcG9uc2USIAoGbW9kZWxzGAEgAygLMhAua3Zmb3JrLnYxLk1vZGVsEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIfCg9HZXRNb2RlbFJlcXVlc3QSDAoEbmFtZRgBIAEoCSIzChBHZXRNb2RlbFJlc3BvbnNlEh8KBW1vZGVsGAEgASgLMhAua3Zmb3JrLnYxLk1vZGVsItUCCgVNb2RlbBIMCgRuYW1lGAEgASgJEhMKC2ZpbmdlcnByaW50GAIgASgJEiUKBXN0YXRlGAMgASgOMhYua3Zmb3JrLnYxLk1vZGVsLlN0YXRlEhYKDmNvbnRleHRfdG9rZW5zGAQgASgNEhIKCnZvY2FiX3NpemUYBSABKA0SFQoNZW9zX3Rva2VuX2lkcxgGIAMoDRIOCgZ2aXNpb24YByABKAgSEQoJdHJpbW1hYmxlGAggASgIEhcKD2J5dGVzX3Blcl90b2tlbhgJIAEoBBItChBkZWZhdWx0X3NhbXBsaW5nGAogASgLMhMua3Zmb3JrLnYxLlNhbXBsaW5nIlQKBVN0YXRlEhUKEVNUQVRFX1VOU1BFQ0lGSUVEEAASEQoNU1RBVEVfTE9BRElORxABEg8KC1NUQVRFX1JFQURZEAISEAoMU1RBVEVfRkFJTEVEEAMiFgoUR2V0Q2FjaGVTdGF0c1JlcXVlc3QiagoVR2V0Q2FjaGVTdGF0c1Jlc3BvbnNlEiQKBXN0YXRzGAEgASgLMhUua3Zmb3JrLnYxLkNhY2hlU3RhdHMSHAoEcm93cxgCIAMoCzIOLmt2Zm9yay52MS5Sb3cSDQoFb3duZXIYAyABKAkizQIKA1JvdxISCgpnZW5lcmF0aW9uGAEgASgJEiMKBXBoYXNlGAIgASgOMhQua3Zmb3JrLnYxLlJvdy5QaGFzZRIOCgZwYXJlbnQYAyABKAkSFQoNcHJvbXB0X3Rva2VucxgEIAEoDRITCgtkb25lX3Rva2VucxgFIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgGIAEoDRImCgNhZ2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEAoIcHJpb3JpdHkYCCABKBEifAoFUGhhc2USFQoRUEhBU0VfVU5TUEVDSUZJRUQQABIQCgxQSEFTRV9RVUVVRUQQARITCg9QSEFTRV9SRVNUT1JJTkcQAhIRCg1QSEFTRV9QUkVGSUxMEAMSEAoMUEhBU0VfREVDT0RFEAQSEAoMUEhBU0VfU0FWSU5HEAUihAkKCkNhY2hlU3RhdHMSGwoTY2hlY2twb2ludF9pbnRlcnZhbBgBIAEoDRIYChBhY3RpdmVfc2VxdWVuY2VzGAIgASgNEhQKDHF1ZXVlZF9jYWxscxgDIAEoDRIYChBtZW1vcnlfc25hcHNob3RzGAQgASgNEhYKDmRpc2tfc25hcHNob3RzGAUgASgNEhcKD3Rva2VuX3NuYXBzaG90cxgGIAEoDRIUCgxtZW1vcnlfYnl0ZXMYByABKAQSGgoSbWVtb3J5X2xpbWl0X2J5dGVzGAggASgEEhIKCmRpc2tfYnl0ZXMYCSABKAQSGAoQZGlza19saW1pdF9ieXRlcxgKIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAsgASgEEhUKDWNhY2hlZF90b2tlbnMYDCABKAQSGQoRcmVjb21wdXRlZF90b2tlbnMYDSABKAQSGwoTY2hlY2twb2ludHNfd3JpdHRlbhgOIAEoBBIYChBjaGVja3BvaW50c19yZWFkGA8gASgEEhsKE2NoZWNrcG9pbnRzX2NvcnJ1cHQYECABKAQSEQoJZXZpY3Rpb25zGBEgASgEEhkKEWNoZWNrcG9pbnRfcG9saWN5GBIgASgJEkoKE2NoZWNrcG9pbnRzX3NraXBwZWQYEyADKAsyLS5rdmZvcmsudjEuQ2FjaGVTdGF0cy5DaGVja3BvaW50c1NraXBwZWRFbnRyeRIVCg1wZW5kaW5nX2J5dGVzGBQgASgEEhsKE3dyaXR0ZW5fdG9kYXlfYnl0ZXMYFSABKAQSJAoXZGFpbHlfd3JpdGVfbGltaXRfYnl0ZXMYFiABKARIAIgBARIUCgx3cml0ZV9lcnJvcnMYFyABKAQSFQoNd3JpdGVzX3BhdXNlZBgYIAEoCBIYChBsYXN0X3dyaXRlX2Vycm9yGBkgASgJEhYKDnJlc3RvcmluZ19yb3dzGBogASgNEhcKD3ByZWZpbGxpbmdfcm93cxgbIAEoDRIVCg1kZWNvZGluZ19yb3dzGBwgASgNEhMKC3NhdmluZ19yb3dzGB0gASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGB4gASgEEhQKDGFjdGl2ZV9ieXRlcxgfIAEoBBIaChJhY3RpdmVfbGltaXRfYnl0ZXMYICABKAQSRQoRZXZpY3Rpb25zX2J5X3RpZXIYISADKAsyKi5rdmZvcmsudjEuQ2FjaGVTdGF0cy5FdmljdGlvbnNCeVRpZXJFbnRyeRIWCg5pbWFnZXNfZW5jb2RlZBgiIAEoBBITCgtpbWFnZV9ieXRlcxgjIAEoBBIZChFpbWFnZV9saW1pdF9ieXRlcxgkIAEoBBo5ChdDaGVja3BvaW50c1NraXBwZWRFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGjYKFEV2aWN0aW9uc0J5VGllckVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCGgoYX2RhaWx5X3dyaXRlX2xpbWl0X2J5dGVzImYKEFRyaW1DYWNoZVJlcXVlc3QSGQoMbWVtb3J5X2J5dGVzGAEgASgESACIAQESFwoKZGlza19ieXRlcxgCIAEoBEgBiAEBQg8KDV9tZW1vcnlfYnl0ZXNCDQoLX2Rpc2tfYnl0ZXMiOQoRVHJpbUNhY2hlUmVzcG9uc2USJAoFc3RhdHMYASABKAsyFS5rdmZvcmsudjEuQ2FjaGVTdGF0czKPAwoNU2VydmVyU2VydmljZRJSCg1HZXRTZXJ2ZXJJbmZvEh8ua3Zmb3JrLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3Zmb3JrLnYxLkdldFNlcnZlckluZm9SZXNwb25zZRJJCgpMaXN0TW9kZWxzEhwua3Zmb3JrLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gh0ua3Zmb3JrLnYxLkxpc3RNb2RlbHNSZXNwb25zZRJDCghHZXRNb2RlbBIaLmt2Zm9yay52MS5HZXRNb2RlbFJlcXVlc3QaGy5rdmZvcmsudjEuR2V0TW9kZWxSZXNwb25zZRJSCg1HZXRDYWNoZVN0YXRzEh8ua3Zmb3JrLnYxLkdldENhY2hlU3RhdHNSZXF1ZXN0GiAua3Zmb3JrLnYxLkdldENhY2hlU3RhdHNSZXNwb25zZRJGCglUcmltQ2FjaGUSGy5rdmZvcmsudjEuVHJpbUNhY2hlUmVxdWVzdBocLmt2Zm9yay52MS5UcmltQ2FjaGVSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_kvfork_v1_types]);
 
 /**
  * Nothing to say.
@@ -164,6 +164,21 @@ export type Limits = Message<"kvfork.v1.Limits"> & {
    * @generated from field: google.protobuf.Duration max_ttl = 9;
    */
   maxTtl?: Duration | undefined;
+
+  /**
+   * Most snapshot watches of one caller at a time.
+   *
+   * @generated from field: uint32 max_watches = 11;
+   */
+  maxWatches: number;
+
+  /**
+   * Most pixels of an image. Those of a request's images together are bounded
+   * by four times as many.
+   *
+   * @generated from field: uint64 max_image_pixels = 10;
+   */
+  maxImagePixels: bigint;
 };
 
 /**
@@ -424,6 +439,22 @@ export type GetCacheStatsResponse = Message<"kvfork.v1.GetCacheStatsResponse"> &
    * @generated from field: kvfork.v1.CacheStats stats = 1;
    */
   stats?: CacheStats | undefined;
+
+  /**
+   * The caller's own sequences that run or wait, oldest first; at most 256.
+   *
+   * @generated from field: repeated kvfork.v1.Row rows = 2;
+   */
+  rows: Row[];
+
+  /**
+   * Whose: only this owner's snapshots, and calls being served or waiting for
+   * its others, are counted, and what all owners share is 0. Empty: the whole
+   * server's.
+   *
+   * @generated from field: string owner = 3;
+   */
+  owner: string;
 };
 
 /**
@@ -432,6 +463,131 @@ export type GetCacheStatsResponse = Message<"kvfork.v1.GetCacheStatsResponse"> &
  */
 export const GetCacheStatsResponseSchema: GenMessage<GetCacheStatsResponse> = /*@__PURE__*/
   messageDesc(file_kvfork_v1_server_service, 9);
+
+/**
+ * A sequence under way: a generation, or a snapshot being made.
+ *
+ * @generated from message kvfork.v1.Row
+ */
+export type Row = Message<"kvfork.v1.Row"> & {
+  /**
+   * "generations/{id}"; empty for a snapshot being made.
+   *
+   * @generated from field: string generation = 1;
+   */
+  generation: string;
+
+  /**
+   * Where it is.
+   *
+   * @generated from field: kvfork.v1.Row.Phase phase = 2;
+   */
+  phase: Row_Phase;
+
+  /**
+   * "snapshots/{id}" that it goes on from; empty for none.
+   *
+   * @generated from field: string parent = 3;
+   */
+  parent: string;
+
+  /**
+   * Context before the first new token.
+   *
+   * @generated from field: uint32 prompt_tokens = 4;
+   */
+  promptTokens: number;
+
+  /**
+   * Of them: restored or computed so far.
+   *
+   * @generated from field: uint32 done_tokens = 5;
+   */
+  doneTokens: number;
+
+  /**
+   * New tokens so far.
+   *
+   * @generated from field: uint32 completion_tokens = 6;
+   */
+  completionTokens: number;
+
+  /**
+   * Since it came.
+   *
+   * @generated from field: google.protobuf.Duration age = 7;
+   */
+  age?: Duration | undefined;
+
+  /**
+   * As asked for.
+   *
+   * @generated from field: sint32 priority = 8;
+   */
+  priority: number;
+};
+
+/**
+ * Describes the message kvfork.v1.Row.
+ * Use `create(RowSchema)` to create a new message.
+ */
+export const RowSchema: GenMessage<Row> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_server_service, 10);
+
+/**
+ * Where a sequence is.
+ *
+ * @generated from enum kvfork.v1.Row.Phase
+ */
+export enum Row_Phase {
+  /**
+   * Not used.
+   *
+   * @generated from enum value: PHASE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Waiting.
+   *
+   * @generated from enum value: PHASE_QUEUED = 1;
+   */
+  QUEUED = 1,
+
+  /**
+   * Stored state is being read.
+   *
+   * @generated from enum value: PHASE_RESTORING = 2;
+   */
+  RESTORING = 2,
+
+  /**
+   * The prompt is being computed.
+   *
+   * @generated from enum value: PHASE_PREFILL = 3;
+   */
+  PREFILL = 3,
+
+  /**
+   * New tokens come.
+   *
+   * @generated from enum value: PHASE_DECODE = 4;
+   */
+  DECODE = 4,
+
+  /**
+   * Its state is being kept.
+   *
+   * @generated from enum value: PHASE_SAVING = 5;
+   */
+  SAVING = 5,
+}
+
+/**
+ * Describes the enum kvfork.v1.Row.Phase.
+ */
+export const Row_PhaseSchema: GenEnum<Row_Phase> = /*@__PURE__*/
+  enumDesc(file_kvfork_v1_server_service, 10, 0);
 
 /**
  * Scheduler, memory and store. Counters run since boot_id changed.
@@ -615,6 +771,85 @@ export type CacheStats = Message<"kvfork.v1.CacheStats"> & {
    * @generated from field: string last_write_error = 25;
    */
   lastWriteError: string;
+
+  /**
+   * Of active_sequences, by phase: restoring, prefilling, decoding, saving.
+   *
+   * @generated from field: uint32 restoring_rows = 26;
+   */
+  restoringRows: number;
+
+  /**
+   * See above.
+   *
+   * @generated from field: uint32 prefilling_rows = 27;
+   */
+  prefillingRows: number;
+
+  /**
+   * See above.
+   *
+   * @generated from field: uint32 decoding_rows = 28;
+   */
+  decodingRows: number;
+
+  /**
+   * See above.
+   *
+   * @generated from field: uint32 saving_rows = 29;
+   */
+  savingRows: number;
+
+  /**
+   * Generated tokens.
+   *
+   * @generated from field: uint64 completion_tokens = 30;
+   */
+  completionTokens: bigint;
+
+  /**
+   * Working memory reserved by running rows.
+   *
+   * @generated from field: uint64 active_bytes = 31;
+   */
+  activeBytes: bigint;
+
+  /**
+   * Bound on it.
+   *
+   * @generated from field: uint64 active_limit_bytes = 32;
+   */
+  activeLimitBytes: bigint;
+
+  /**
+   * State evictions by tier: "memory" (given up, or moved to disk), "disk".
+   *
+   * @generated from field: map<string, uint64> evictions_by_tier = 33;
+   */
+  evictionsByTier: { [key: string]: bigint };
+
+  /**
+   * Images that the vision tower has encoded. One whose features or state were
+   * stored is not encoded again.
+   *
+   * @generated from field: uint64 images_encoded = 34;
+   */
+  imagesEncoded: bigint;
+
+  /**
+   * Bytes of image files that calls and snapshots need, or that can still be
+   * named by their digest.
+   *
+   * @generated from field: uint64 image_bytes = 35;
+   */
+  imageBytes: bigint;
+
+  /**
+   * Bound on them.
+   *
+   * @generated from field: uint64 image_limit_bytes = 36;
+   */
+  imageLimitBytes: bigint;
 };
 
 /**
@@ -622,7 +857,7 @@ export type CacheStats = Message<"kvfork.v1.CacheStats"> & {
  * Use `create(CacheStatsSchema)` to create a new message.
  */
 export const CacheStatsSchema: GenMessage<CacheStats> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 10);
+  messageDesc(file_kvfork_v1_server_service, 11);
 
 /**
  * How far to trim.
@@ -650,7 +885,7 @@ export type TrimCacheRequest = Message<"kvfork.v1.TrimCacheRequest"> & {
  * Use `create(TrimCacheRequestSchema)` to create a new message.
  */
 export const TrimCacheRequestSchema: GenMessage<TrimCacheRequest> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 11);
+  messageDesc(file_kvfork_v1_server_service, 12);
 
 /**
  * After trimming.
@@ -671,7 +906,7 @@ export type TrimCacheResponse = Message<"kvfork.v1.TrimCacheResponse"> & {
  * Use `create(TrimCacheResponseSchema)` to create a new message.
  */
 export const TrimCacheResponseSchema: GenMessage<TrimCacheResponse> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 12);
+  messageDesc(file_kvfork_v1_server_service, 13);
 
 /**
  * Tells about the process.
@@ -710,7 +945,9 @@ export const ServerService: GenService<{
     output: typeof GetModelResponseSchema;
   },
   /**
-   * Scheduler, memory and checkpoint store in numbers.
+   * Scheduler, memory and checkpoint store in numbers, and the caller's rows:
+   * of the whole server for an admin, of its own snapshots and calls for any
+   * other caller.
    *
    * @generated from rpc kvfork.v1.ServerService.GetCacheStats
    */
@@ -720,7 +957,8 @@ export const ServerService: GenService<{
     output: typeof GetCacheStatsResponseSchema;
   },
   /**
-   * Evicts state down to a size; names stay and turn RESIDENCY_TOKENS. Admin.
+   * Evicts state of all owners down to a size; names stay and turn
+   * RESIDENCY_TOKENS. Admin.
    *
    * @generated from rpc kvfork.v1.ServerService.TrimCache
    */

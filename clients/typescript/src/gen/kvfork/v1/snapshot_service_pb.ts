@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvfork/v1/snapshot_service.proto.
  */
 export const file_kvfork_v1_snapshot_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBrdmZvcmsvdjEvc25hcHNob3Rfc2VydmljZS5wcm90bxIJa3Zmb3JrLnYxIjoKEkdldFNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhYKDmluY2x1ZGVfdG9rZW5zGAIgASgIIk8KE0dldFNuYXBzaG90UmVzcG9uc2USJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSEQoJdG9rZW5faWRzGAIgAygNIrkBChRMaXN0U25hcHNob3RzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRI7CgZsYWJlbHMYAyADKAsyKy5rdmZvcmsudjEuTGlzdFNuYXBzaG90c1JlcXVlc3QuTGFiZWxzRW50cnkSDgoGcGFyZW50GAQgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiWAoVTGlzdFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkibwoVVXBkYXRlU25hcHNob3RSZXF1ZXN0EiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ei8KC3VwZGF0ZV9tYXNrGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLkZpZWxkTWFzayI/ChZVcGRhdGVTbmFwc2hvdFJlc3BvbnNlEiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ik8KFkV4dGVuZFNuYXBzaG90c1JlcXVlc3QSDQoFbmFtZXMYASADKAkSJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKF0V4dGVuZFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIPCgdtaXNzaW5nGAIgAygJImYKFURlbGV0ZVNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NlbmRhbnRzGAIgASgIEhMKC3N0b3BfYWN0aXZlGAMgASgIEhUKDWFsbG93X21pc3NpbmcYBCABKAgiKQoWRGVsZXRlU25hcHNob3RSZXNwb25zZRIPCgdkZWxldGVkGAEgAygJIpoBChVXYXRjaFNuYXBzaG90c1JlcXVlc3QSPAoGbGFiZWxzGAEgAygLMiwua3Zmb3JrLnYxLldhdGNoU25hcHNob3RzUmVxdWVzdC5MYWJlbHNFbnRyeRIUCgxyZXN1bWVfdG9rZW4YAiABKAkaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASKlAQoWV2F0Y2hTbmFwc2hvdHNSZXNwb25zZRImCgdjaGFuZ2VkGAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90SAASHwoEZ29uZRgCIAEoCzIPLmt2Zm9yay52MS5Hb25lSAASIwoGc3luY2VkGAMgASgLMhEua3Zmb3JrLnYxLlN5bmNlZEgAEhQKDHJlc3VtZV90b2tlbhgPIAEoCUIHCgVldmVudCI7CgRHb25lEgwKBG5hbWUYASABKAkSJQoGcmVhc29uGAIgASgOMhUua3Zmb3JrLnYxLkdvbmVSZWFzb24iCAoGU3luY2VkKqoBCgpHb25lUmVhc29uEhsKF0dPTkVfUkVBU09OX1VOU1BFQ0lGSUVEEAASFwoTR09ORV9SRUFTT05fREVMRVRFRBABEhsKF0dPTkVfUkVBU09OX1JPTExFRF9CQUNLEAISFwoTR09ORV9SRUFTT05fRVhQSVJFRBADEhcKE0dPTkVfUkVBU09OX0VWSUNURUQQBBIXChNHT05FX1JFQVNPTl9DT1JSVVBUEAUylAQKD1NuYXBzaG90U2VydmljZRJMCgtHZXRTbmFwc2hvdBIdLmt2Zm9yay52MS5HZXRTbmFwc2hvdFJlcXVlc3QaHi5rdmZvcmsudjEuR2V0U25hcHNob3RSZXNwb25zZRJSCg1MaXN0U25hcHNob3RzEh8ua3Zmb3JrLnYxLkxpc3RTbmFwc2hvdHNSZXF1ZXN0GiAua3Zmb3JrLnYxLkxpc3RTbmFwc2hvdHNSZXNwb25zZRJVCg5VcGRhdGVTbmFwc2hvdBIgLmt2Zm9yay52MS5VcGRhdGVTbmFwc2hvdFJlcXVlc3QaIS5rdmZvcmsudjEuVXBkYXRlU25hcHNob3RSZXNwb25zZRJYCg9FeHRlbmRTbmFwc2hvdHMSIS5rdmZvcmsudjEuRXh0ZW5kU25hcHNob3RzUmVxdWVzdBoiLmt2Zm9yay52MS5FeHRlbmRTbmFwc2hvdHNSZXNwb25zZRJVCg5EZWxldGVTbmFwc2hvdBIgLmt2Zm9yay52MS5EZWxldGVTbmFwc2hvdFJlcXVlc3QaIS5rdmZvcmsudjEuRGVsZXRlU25hcHNob3RSZXNwb25zZRJXCg5XYXRjaFNuYXBzaG90cxIgLmt2Zm9yay52MS5XYXRjaFNuYXBzaG90c1JlcXVlc3QaIS5rdmZvcmsudjEuV2F0Y2hTbmFwc2hvdHNSZXNwb25zZTABYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_field_mask, file_kvfork_v1_types]);
+  fileDesc("CiBrdmZvcmsvdjEvc25hcHNob3Rfc2VydmljZS5wcm90bxIJa3Zmb3JrLnYxIjoKEkdldFNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhYKDmluY2x1ZGVfdG9rZW5zGAIgASgIIk8KE0dldFNuYXBzaG90UmVzcG9uc2USJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSEQoJdG9rZW5faWRzGAIgAygNIrkBChRMaXN0U25hcHNob3RzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRI7CgZsYWJlbHMYAyADKAsyKy5rdmZvcmsudjEuTGlzdFNuYXBzaG90c1JlcXVlc3QuTGFiZWxzRW50cnkSDgoGcGFyZW50GAQgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiWAoVTGlzdFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkibwoVVXBkYXRlU25hcHNob3RSZXF1ZXN0EiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ei8KC3VwZGF0ZV9tYXNrGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLkZpZWxkTWFzayI/ChZVcGRhdGVTbmFwc2hvdFJlc3BvbnNlEiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ik8KFkV4dGVuZFNuYXBzaG90c1JlcXVlc3QSDQoFbmFtZXMYASADKAkSJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKF0V4dGVuZFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIPCgdtaXNzaW5nGAIgAygJImYKFURlbGV0ZVNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NlbmRhbnRzGAIgASgIEhMKC3N0b3BfYWN0aXZlGAMgASgIEhUKDWFsbG93X21pc3NpbmcYBCABKAgiKQoWRGVsZXRlU25hcHNob3RSZXNwb25zZRIPCgdkZWxldGVkGAEgAygJIpoBChVXYXRjaFNuYXBzaG90c1JlcXVlc3QSPAoGbGFiZWxzGAEgAygLMiwua3Zmb3JrLnYxLldhdGNoU25hcHNob3RzUmVxdWVzdC5MYWJlbHNFbnRyeRIUCgxyZXN1bWVfdG9rZW4YAiABKAkaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASLOAQoWV2F0Y2hTbmFwc2hvdHNSZXNwb25zZRImCgdjaGFuZ2VkGAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90SAASHwoEZ29uZRgCIAEoCzIPLmt2Zm9yay52MS5Hb25lSAASIwoGc3luY2VkGAMgASgLMhEua3Zmb3JrLnYxLlN5bmNlZEgAEicKCGJvb2ttYXJrGAQgASgLMhMua3Zmb3JrLnYxLkJvb2ttYXJrSAASFAoMcmVzdW1lX3Rva2VuGA8gASgJQgcKBWV2ZW50IjsKBEdvbmUSDAoEbmFtZRgBIAEoCRIlCgZyZWFzb24YAiABKA4yFS5rdmZvcmsudjEuR29uZVJlYXNvbiIICgZTeW5jZWQiCgoIQm9va21hcmsqxAEKCkdvbmVSZWFzb24SGwoXR09ORV9SRUFTT05fVU5TUEVDSUZJRUQQABIXChNHT05FX1JFQVNPTl9ERUxFVEVEEAESGwoXR09ORV9SRUFTT05fUk9MTEVEX0JBQ0sQAhIXChNHT05FX1JFQVNPTl9FWFBJUkVEEAMSFwoTR09ORV9SRUFTT05fRVZJQ1RFRBAEEhcKE0dPTkVfUkVBU09OX0NPUlJVUFQQBRIYChRHT05FX1JFQVNPTl9VTkxJU1RFRBAGMpQECg9TbmFwc2hvdFNlcnZpY2USTAoLR2V0U25hcHNob3QSHS5rdmZvcmsudjEuR2V0U25hcHNob3RSZXF1ZXN0Gh4ua3Zmb3JrLnYxLkdldFNuYXBzaG90UmVzcG9uc2USUgoNTGlzdFNuYXBzaG90cxIfLmt2Zm9yay52MS5MaXN0U25hcHNob3RzUmVxdWVzdBogLmt2Zm9yay52MS5MaXN0U25hcHNob3RzUmVzcG9uc2USVQoOVXBkYXRlU25hcHNob3QSIC5rdmZvcmsudjEuVXBkYXRlU25hcHNob3RSZXF1ZXN0GiEua3Zmb3JrLnYxLlVwZGF0ZVNuYXBzaG90UmVzcG9uc2USWAoPRXh0ZW5kU25hcHNob3RzEiEua3Zmb3JrLnYxLkV4dGVuZFNuYXBzaG90c1JlcXVlc3QaIi5rdmZvcmsudjEuRXh0ZW5kU25hcHNob3RzUmVzcG9uc2USVQoORGVsZXRlU25hcHNob3QSIC5rdmZvcmsudjEuRGVsZXRlU25hcHNob3RSZXF1ZXN0GiEua3Zmb3JrLnYxLkRlbGV0ZVNuYXBzaG90UmVzcG9uc2USVwoOV2F0Y2hTbmFwc2hvdHMSIC5rdmZvcmsudjEuV2F0Y2hTbmFwc2hvdHNSZXF1ZXN0GiEua3Zmb3JrLnYxLldhdGNoU25hcHNob3RzUmVzcG9uc2UwAWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_field_mask, file_kvfork_v1_types]);
 
 /**
  * Names a snapshot to read.
@@ -326,7 +326,10 @@ export type WatchSnapshotsRequest = Message<"kvfork.v1.WatchSnapshotsRequest"> &
   labels: { [key: string]: string };
 
   /**
-   * Go on after this; empty: from what there is now.
+   * Go on after this, with the same labels; empty: from what there is now. Then
+   * Synced comes first and nothing is listed. OUT_OF_RANGE RESUME_TOKEN_EXPIRED
+   * if too much has happened since, or the server was restarted: start over
+   * without it, and drop what the new listing does not name.
    *
    * @generated from field: string resume_token = 2;
    */
@@ -341,7 +344,8 @@ export const WatchSnapshotsRequestSchema: GenMessage<WatchSnapshotsRequest> = /*
   messageDesc(file_kvfork_v1_snapshot_service, 10);
 
 /**
- * One change.
+ * One change. Changes of one snapshot come in order, and of several in a row
+ * only the last may be told.
  *
  * @generated from message kvfork.v1.WatchSnapshotsResponse
  */
@@ -353,7 +357,9 @@ export type WatchSnapshotsResponse = Message<"kvfork.v1.WatchSnapshotsResponse">
    */
   event: {
     /**
-     * New or changed.
+     * New, or changed: labels, pinned, expiration, durable or residency. Told as
+     * it is when the message is written. Mere use, which pushes expire_time out,
+     * is not told; residency follows within seconds.
      *
      * @generated from field: kvfork.v1.Snapshot changed = 1;
      */
@@ -361,7 +367,7 @@ export type WatchSnapshotsResponse = Message<"kvfork.v1.WatchSnapshotsResponse">
     case: "changed";
   } | {
     /**
-     * Gone.
+     * Gone. Its name may be one that was never told.
      *
      * @generated from field: kvfork.v1.Gone gone = 2;
      */
@@ -375,10 +381,20 @@ export type WatchSnapshotsResponse = Message<"kvfork.v1.WatchSnapshotsResponse">
      */
     value: Synced;
     case: "synced";
+  } | {
+    /**
+     * Nothing to tell: the server is there, and resume_token is new. Every 30 s
+     * of silence.
+     *
+     * @generated from field: kvfork.v1.Bookmark bookmark = 4;
+     */
+    value: Bookmark;
+    case: "bookmark";
   } | { case: undefined; value?: undefined };
 
   /**
-   * For WatchSnapshotsRequest.resume_token.
+   * For WatchSnapshotsRequest.resume_token, once this message is taken in.
+   * Empty before Synced.
    *
    * @generated from field: string resume_token = 15;
    */
@@ -436,6 +452,21 @@ export const SyncedSchema: GenMessage<Synced> = /*@__PURE__*/
   messageDesc(file_kvfork_v1_snapshot_service, 13);
 
 /**
+ * Marks a place to go on from.
+ *
+ * @generated from message kvfork.v1.Bookmark
+ */
+export type Bookmark = Message<"kvfork.v1.Bookmark"> & {
+};
+
+/**
+ * Describes the message kvfork.v1.Bookmark.
+ * Use `create(BookmarkSchema)` to create a new message.
+ */
+export const BookmarkSchema: GenMessage<Bookmark> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 14);
+
+/**
  * Why a snapshot went away.
  *
  * @generated from enum kvfork.v1.GoneReason
@@ -482,6 +513,13 @@ export enum GoneReason {
    * @generated from enum value: GONE_REASON_CORRUPT = 5;
    */
   CORRUPT = 5,
+
+  /**
+   * It is there, but has no longer the labels that this watch asks for.
+   *
+   * @generated from enum value: GONE_REASON_UNLISTED = 6;
+   */
+  UNLISTED = 6,
 }
 
 /**
@@ -547,7 +585,9 @@ export const SnapshotService: GenService<{
     output: typeof DeleteSnapshotResponseSchema;
   },
   /**
-   * Follows changes: first what there is, then Synced, then what happens.
+   * Follows changes: first what there is, then Synced, then what happens. Ends
+   * by an error alone: UNAVAILABLE SERVER_DRAINING at the server's end,
+   * RESOURCE_EXHAUSTED WATCH_OVERFLOW for a reader that fell too far behind.
    *
    * @generated from rpc kvfork.v1.SnapshotService.WatchSnapshots
    */

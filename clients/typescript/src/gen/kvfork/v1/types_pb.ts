@@ -232,8 +232,9 @@ export type Image = Message$1<"kvfork.v1.Image"> & {
     case: "data";
   } | {
     /**
-     * SHA-256 of a file sent earlier and still held, 32 bytes. Lets N calls
-     * share one upload.
+     * SHA-256 of a file that the same caller sent earlier and that is still
+     * held, 32 bytes: as long as a call or a snapshot uses it, and for a while
+     * after. Lets N calls share one upload.
      *
      * @generated from field: bytes sha256 = 2;
      */
@@ -242,7 +243,8 @@ export type Image = Message$1<"kvfork.v1.Image"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * For example "image/png". Empty: sniffed.
+   * "image/png", "image/jpeg" or "image/webp"; the file must be of that kind.
+   * Empty: what the file says.
    *
    * @generated from field: string mime_type = 3;
    */
@@ -535,7 +537,9 @@ export type Snapshot = Message$1<"kvfork.v1.Snapshot"> & {
   exclusiveBytes: bigint;
 
   /**
-   * The one instance where it can be used.
+   * The one instance where it can be used. Sent along as x-kvfork-instance in a
+   * call's metadata, it has every other one refuse with FAILED_PRECONDITION
+   * WRONG_INSTANCE, instead of saying that there is no such snapshot.
    *
    * @generated from field: string instance = 18;
    */
@@ -614,7 +618,7 @@ export type SnapshotOptions = Message$1<"kvfork.v1.SnapshotOptions"> & {
   pinned: boolean;
 
   /**
-   * Labels.
+   * Labels: at most 64, with 4,096 bytes of keys and values together.
    *
    * @generated from field: map<string, string> labels = 4;
    */

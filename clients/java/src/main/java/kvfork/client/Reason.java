@@ -9,6 +9,10 @@ public enum Reason {
   ACTIVE_MEMORY(Status.Code.RESOURCE_EXHAUSTED, false),
   /** Use an admin's credentials. */
   ADMIN_REQUIRED(Status.Code.PERMISSION_DENIED, false),
+  /** metadata: limit. */
+  CALL_QUOTA(Status.Code.RESOURCE_EXHAUSTED, false),
+  /** Use a client certificate with one name. */
+  CERTIFICATE_UNUSABLE(Status.Code.UNAUTHENTICATED, false),
   /** Make the snapshot again. */
   CHECKPOINT_CORRUPT(Status.Code.DATA_LOSS, false),
   /** In the middle of a generation: no token fits the form any more, or following it costs too much. */
@@ -25,6 +29,8 @@ public enum Reason {
   FORK_MEMORY(Status.Code.RESOURCE_EXHAUSTED, false),
   /** Send an encoded PNG, JPEG or WebP file. */
   IMAGE_INVALID(Status.Code.INVALID_ARGUMENT, false),
+  /** metadata: needBytes, limitBytes. */
+  IMAGE_MEMORY(Status.Code.RESOURCE_EXHAUSTED, false),
   /** metadata: sha256. */
   IMAGE_NOT_HELD(Status.Code.FAILED_PRECONDITION, false),
   /** Scale the image down; the limits are in the server's info. */
@@ -69,6 +75,8 @@ public enum Reason {
   SERVER_DRAINING(Status.Code.UNAVAILABLE, false),
   /** Read the stream faster, or gather more tokens into a message. */
   SLOW_READER(Status.Code.RESOURCE_EXHAUSTED, false),
+  /** The request took too long to arrive: send less at a time. */
+  SLOW_SENDER(Status.Code.RESOURCE_EXHAUSTED, false),
   /** Make it again. */
   SNAPSHOT_DELETED(Status.Code.NOT_FOUND, true),
   /** Make it again; pin what must stay. */
@@ -93,6 +101,12 @@ public enum Reason {
   TEMPLATE_MISSING(Status.Code.FAILED_PRECONDITION, false),
   /** This model's template cannot append turns: use raw input, or send the whole chat without a parent. */
   TEMPLATE_NOT_APPENDABLE(Status.Code.FAILED_PRECONDITION, false),
+  /** No connection was made, because the two sides do not trust or do not understand each other. Never the server's own word: this client reads it off the failure. */
+  TLS_FAILED(Status.Code.UNAVAILABLE, false),
+  /** Give the client a token. */
+  TOKEN_MISSING(Status.Code.UNAUTHENTICATED, false),
+  /** Check the token: it may be mistyped, or have been replaced. */
+  TOKEN_UNKNOWN(Status.Code.UNAUTHENTICATED, false),
   /** Told by the client: a stream ended without its last message. */
   TRUNCATED(Status.Code.INTERNAL, false),
   /** The last turn has no end: finish it with raw input, or roll back to before it. */
@@ -101,6 +115,8 @@ public enum Reason {
   UNSUPPORTED(Status.Code.UNIMPLEMENTED, false),
   /** Start the watch over. */
   WATCH_OVERFLOW(Status.Code.RESOURCE_EXHAUSTED, false),
+  /** metadata: limit. */
+  WATCH_QUOTA(Status.Code.RESOURCE_EXHAUSTED, false),
   /** metadata: instance. */
   WRONG_INSTANCE(Status.Code.FAILED_PRECONDITION, false),
   /** gRPC itself ended the call, or the reason is newer than this client: see its name. */
