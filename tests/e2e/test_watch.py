@@ -145,7 +145,7 @@ def narrow() -> Iterator[LiveServer]:
 
 def test_a_reader_that_stops_is_told_that_it_missed_something(narrow: LiveServer) -> None:
     """Its window is filled with real messages; meanwhile the others are served, and nobody holds what it missed."""
-    kept = create(narrow, "flooded-1", labels={f"key-{i}": "x" * 255 for i in range(60)})
+    kept = create(narrow, "flooded-1", labels={f"key-{i}": "x" * 255 for i in range(15)})
     channel = grpc.insecure_channel(narrow.address, options=[("grpc.use_local_subchannel_pool", 1)])
     slow = channel.unary_stream(
         "/kvfork.v1.SnapshotService/WatchSnapshots",
@@ -157,7 +157,7 @@ def test_a_reader_that_stops_is_told_that_it_missed_something(narrow: LiveServer
     token = narrow.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest())
     last = [told(token) for _ in range(2)][-1][2].resume_token
     token.cancel()
-    for _ in range(1500):  # of 16 kB: several times what a window takes
+    for _ in range(5000):  # of 4 kB: several times what a window takes
         narrow.snapshots.ExtendSnapshots(extend)
     answer = refused(lambda: slow)
     assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "WATCH_OVERFLOW")
