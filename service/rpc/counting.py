@@ -1,4 +1,4 @@
-"""The outermost layer of all: sees each call of ours begin and end, and tells the core's observer.
+"""The layer behind the door: sees each call that was let in begin and end, and tells the core's observer.
 
 Owns which code a call ended with: the one that leaves, whoever ended it. Methods that are not there are not told of:
 their names are a client's.

@@ -1,4 +1,4 @@
-"""Servers for what the real one does not do when asked: failing on purpose, and being another one. In this process.
+"""Other servers that scenarios need: one that fails on purpose, in this process, and one that lets in who may.
 
 Each is made with what the driver will be given, adds what the driver needs to find it, and counts what it is asked.
 """
@@ -6,6 +6,9 @@ Each is made with what the driver will be given, adds what the driver needs to f
 from __future__ import annotations
 
 import datetime as dt
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -21,11 +24,13 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from kvfork.v1 import inference_service_pb2 as pb
 from kvfork.v1 import inference_service_pb2_grpc as pb_grpc
-from kvfork.v1 import server_service_pb2 as server_pb
-from kvfork.v1 import server_service_pb2_grpc as server_grpc
 from kvfork.v1 import types_pb2 as types
 
+from service.auth.tokens import new_token
+from tests.conformance.scenarios import ROOT
+
 ANSWER = "four words and more"
+MODEL = "tiny-llama"  # of the secured server; it is asked nothing that needs it
 
 
 class Peer(Protocol):
@@ -97,33 +102,38 @@ class FailingPeer(pb_grpc.InferenceServiceServicer):
         return pb.ForkResponse(snapshots=[types.Snapshot(name=name) for name in names])
 
 
-class SecuredPeer(server_grpc.ServerServiceServicer):
-    """TLS with a certificate that nobody knows but who is given its root, and a token to be let in."""
+class SecuredServer:
+    """`kvfork serve` with a certificate that nobody knows but who is given its root, and a token to be let in."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        self._wanted = f"Bearer {given['token']}"
         self._folder = tempfile.TemporaryDirectory(prefix="kvfork-conformance-")
-        key, certificate, root = _certificates("localhost")
-        trusted = Path(self._folder.name) / "ca.pem"
-        trusted.write_bytes(root)
-        given["ca"] = str(trusted)
-        self._server = _server()
-        server_grpc.add_ServerServiceServicer_to_server(self, self._server)
-        credentials = grpc.ssl_server_credentials([(key, certificate)])
-        given["peer"] = f"localhost:{self._server.add_secure_port('localhost:0', credentials)}"
-        self._server.start()
+        folder = Path(self._folder.name)
+        names = ("key.pem", "cert.pem", "ca.pem")
+        for name, content in zip(names, _certificates("localhost"), strict=True):
+            (folder / name).write_bytes(content)
+        given["token"], line = new_token("somebody")
+        (folder / "tokens").write_text(f"{line}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "service", "serve", "--model", MODEL, "--address", "127.0.0.1:0"]
+        command += ["--tls-cert", "cert.pem", "--tls-key", "key.pem", "--tokens", "tokens", "--scratch-dir", "."]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._process.stdout is not None
+        told = self._process.stdout.readline()
+        assert told.startswith("listening on "), told
+        given["peer"] = f"localhost:{told.split()[-1].rpartition(':')[2]}"
+        given["ca"] = str(folder / "ca.pem")
 
     def close(self) -> None:
-        self._server.stop(0).wait()
+        self._process.terminate()
+        self._process.wait(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         self._folder.cleanup()
 
     def counted(self) -> dict[str, int]:
         return {}
-
-    def GetServerInfo(self, request: Any, context: Any) -> Any:
-        if dict(context.invocation_metadata()).get("authorization") != self._wanted:
-            refuse(context, "UNAUTHENTICATED", "UNAUTHENTICATED")
-        return server_pb.GetServerInfoResponse(instance="secured-peer")
 
 
 def _certificates(host: str) -> tuple[bytes, bytes, bytes]:
@@ -154,4 +164,4 @@ def _certificates(host: str) -> tuple[bytes, bytes, bytes]:
     return private, signed(name, key.public_key(), is_root=False), root
 
 
-PEERS: dict[str, Callable[[dict[str, Any]], Peer]] = {"failing": FailingPeer, "secured": SecuredPeer}
+PEERS: dict[str, Callable[[dict[str, Any]], Peer]] = {"failing": FailingPeer, "secured": SecuredServer}

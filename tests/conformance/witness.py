@@ -81,8 +81,9 @@ def main() -> int:
         return witness.step(step, engine, plan)
 
     def watched_cancel(loop: Any, row: Any, *, save: bool = False) -> None:
-        witness.cancelled(row)
-        cancel(loop, row, save=save)
+        with loop._wake:  # so that the engine sees both or neither
+            witness.cancelled(row)
+            cancel(loop, row, save=save)
 
     MlxEngine.step = watched_step  # type: ignore[method-assign]
     EngineLoop.cancel = watched_cancel  # type: ignore[method-assign]

@@ -157,7 +157,7 @@ def test_a_reader_that_stops_is_told_that_it_missed_something(narrow: LiveServer
     token = narrow.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest())
     last = [told(token) for _ in range(2)][-1][2].resume_token
     token.cancel()
-    for _ in range(5000):  # of 4 kB: several times what a window takes
+    for _ in range(6000):  # of 4 kB: several times what a window takes
         narrow.snapshots.ExtendSnapshots(extend)
     answer = refused(lambda: slow)
     assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "WATCH_OVERFLOW")

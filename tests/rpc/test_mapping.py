@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from dataclasses import fields, replace
@@ -48,6 +49,7 @@ from service.request import (
     ForkCall,
     Form,
     GenerateCall,
+    ImagePart,
     Landmark,
     Mark,
     Message,
@@ -563,6 +565,45 @@ def test_one_refusal_tells_of_everything_that_is_wrong():
         "marks[0]",
         "request_id",
     }
+
+
+def test_images_are_read_with_their_source_and_kind():
+    parts = [
+        {"image": {"data": "aGk=", "mimeType": "IMAGE/JPG"}},
+        {"image": {"sha256": base64.b64encode(bytes(32)).decode(), "mimeType": "image/webp"}},
+        {"image": {"data": ""}},  # an empty file is the decoder's to refuse
+    ]
+    read = generate({"input": {"raw": {"parts": parts}}}).input
+    assert read.parts == (
+        ImagePart(data=b"hi", mime_type="image/jpeg"),
+        ImagePart(sha256=bytes(32), mime_type="image/webp"),
+        ImagePart(data=b""),
+    )
+
+
+def test_wrong_images_are_told_by_their_path():
+    parts = [
+        {"image": {}},
+        {"image": {"sha256": "aGk="}},
+        {"image": {"data": "aGk=", "mimeType": "image/gif"}},
+    ]
+    with pytest.raises(InvalidField) as caught:
+        generate({"input": {"chat": {"messages": [{"role": "ROLE_USER", "parts": parts}]}}})
+    at = "input.chat.messages[0].parts"
+    assert [v.field for v in caught.value.fields] == [
+        f"{at}[0].image",
+        f"{at}[1].image.sha256",
+        f"{at}[2].image.mime_type",
+    ]
+
+
+def test_the_images_of_a_request_are_counted_over_all_of_its_inputs():
+    two = {"raw": {"parts": [{"image": {"data": "aGk="}}] * 2}}
+    fork({"parent": "snapshots/x", "branches": [{"append": two}]})
+    with pytest.raises(InvalidField) as caught:
+        fork({"parent": "snapshots/x", "branches": [{"append": two}, {"append": two}]})
+    assert [v.field for v in caught.value.fields] == ["branches[1].append.raw.parts[1].image"]
+    assert caught.value.text.endswith(f"at most {LIMITS.max_images} images")
 
 
 @pytest.mark.parametrize(

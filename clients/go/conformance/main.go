@@ -40,6 +40,7 @@ type given struct {
 	WaitSeconds                                                    float64 `json:"wait_seconds"`
 	PauseSeconds                                                   float64 `json:"pause_seconds"`
 	TimeoutSeconds                                                 float64 `json:"timeout_seconds"`
+	UnknownToken                                                   string  `json:"unknown_token"`
 	SnapshotID                                                     string  `json:"snapshot_id"`
 }
 
@@ -553,10 +554,12 @@ func secured(ctx context.Context, _ *kvfork.Client, g given) (seen, error) {
 		return nil, err
 	}
 	_, without := info(trusting)
+	_, unknown := info(trusting, kvfork.WithToken(g.UnknownToken))
 	_, other := info(kvfork.WithTLS(nil), kvfork.WithoutRetry())
 	_, refused := kvfork.Dial("example.org:443", kvfork.WithToken(g.Token))
 	return seen{
-		"with_token": with.Instance, "without_token": told(without), "other_roots": code(other),
+		"with_token": with.Instance != "", "without_token": told(without), "unknown_token": told(unknown),
+		"other_roots":            code(other),
 		"token_in_clear_refused": refused != nil,
 	}, nil
 }

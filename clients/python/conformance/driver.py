@@ -351,9 +351,11 @@ def socket(client: Client, given: Given) -> dict[str, Any]:
 def secured(_: Client, given: Given) -> dict[str, Any]:
     tls = Tls(ca=given["ca"])
     with Client(given["peer"], token=given["token"], tls=tls) as client:
-        instance = client.server_info().instance
+        let_in = bool(client.server_info().instance)
     with Client(given["peer"], tls=tls) as client:
         without = failure(client.server_info)
+    with Client(given["peer"], token=given["unknown_token"], tls=tls) as client:
+        unknown = failure(client.server_info)
     with Client(given["peer"], tls=True, retry=False, timeout=10) as client:
         other = failure(client.server_info)
     try:
@@ -362,8 +364,9 @@ def secured(_: Client, given: Given) -> dict[str, Any]:
     except ValueError:
         refused = True
     return {
-        "with_token": instance,
+        "with_token": let_in,
         "without_token": {"code": code(without), "reason": without.reason},
+        "unknown_token": {"code": code(unknown), "reason": unknown.reason},
         "other_roots": code(other),
         "token_in_clear_refused": refused,
     }

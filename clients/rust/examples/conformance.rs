@@ -6,8 +6,8 @@ use std::{collections::HashSet, error::Error as StdError, io::BufRead, time::Dur
 use kvfork::{
     Client, Code, Error, Generation, Snapshot, Target, input,
     v1::{
-        CountTokensRequest, CreateSnapshotRequest, Delta, FinishReason, Finished, GenerateRequest, OutputOptions, Release,
-        RollbackRequest, Rounding, Sampling, SnapshotOptions, Stopping, Usage, generate_response::Event,
+        CountTokensRequest, CreateSnapshotRequest, Delta, FinishReason, Finished, GenerateRequest, OutputOptions,
+        Release, RollbackRequest, Rounding, Sampling, SnapshotOptions, Stopping, Usage, generate_response::Event,
     },
 };
 use serde_json::{Map, Value, json};
@@ -120,7 +120,7 @@ async fn stream(client: &Client, given: &Given) -> Seen {
                 deltas.push(delta);
                 "delta"
             }
-            Event::Progress(_) | Event::Marked(_) => "other",
+            _ => "other",
         });
     }
     kinds.dedup();
@@ -425,13 +425,16 @@ async fn secured(_: &Client, given: &Given) -> Seen {
     let peer = given.text("peer");
     let trusting = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(std::fs::read(given.text("ca"))?));
     let known = Client::builder(peer).tls(trusting.clone()).token(given.text("token")).build()?;
+    let nobody = Client::builder(peer).tls(trusting.clone()).token(given.text("unknown_token")).build()?;
+    let unknown = failed(nobody.server_info().await)?;
     let stranger = Client::builder(peer).tls(trusting).build()?;
     let without = failed(stranger.server_info().await)?;
     let wary = Client::builder(peer).tls(ClientTlsConfig::new().with_native_roots()).retry(false).build()?;
     let other = failed(wary.server_info().await)?;
     Ok(json!({
-        "with_token": known.server_info().await?.instance,
+        "with_token": !known.server_info().await?.instance.is_empty(),
         "without_token": told(&without),
+        "unknown_token": told(&unknown),
         "other_roots": code(&other),
         "token_in_clear_refused": Client::builder("example.org:443").token(given.text("token")).build().is_err(),
     }))

@@ -114,7 +114,7 @@ impl Client {
 
     /// Ends a generation by its name, cleanly. False if it had ended already.
     pub async fn stop(&self, generation: impl Into<String>) -> Result<bool, Error> {
-        let request = v1::StopGenerationRequest { generation: generation.into() };
+        let request = v1::StopGenerationRequest { generation: generation.into(), ..Default::default() };
         let call = async |channel, request| inference(channel).stop_generation(request).await;
         Ok(self.connection.call(request, call).await?.0.into_inner().was_running)
     }
@@ -129,20 +129,21 @@ impl Client {
     /// Versions, limits and features.
     pub async fn server_info(&self) -> Result<GetServerInfoResponse, Error> {
         let call = async |channel, request| server(channel).get_server_info(request).await;
-        Ok(self.connection.call(v1::GetServerInfoRequest {}, call).await?.0.into_inner())
+        Ok(self.connection.call(v1::GetServerInfoRequest::default(), call).await?.0.into_inner())
     }
 
     /// One model; an empty name means the only one.
     pub async fn model(&self, name: impl Into<String>) -> Result<Model, Error> {
         let call = async |channel, request| server(channel).get_model(request).await;
-        let reply = self.connection.call(v1::GetModelRequest { name: name.into() }, call).await?.0;
+        let reply =
+            self.connection.call(v1::GetModelRequest { name: name.into(), ..Default::default() }, call).await?.0;
         Ok(reply.into_inner().model.unwrap_or_default())
     }
 
     /// Scheduler, memory and store in numbers.
     pub async fn cache_stats(&self) -> Result<v1::CacheStats, Error> {
         let call = async |channel, request| server(channel).get_cache_stats(request).await;
-        let reply = self.connection.call(v1::GetCacheStatsRequest {}, call).await?.0;
+        let reply = self.connection.call(v1::GetCacheStatsRequest::default(), call).await?.0;
         Ok(reply.into_inner().stats.unwrap_or_default())
     }
 }

@@ -101,7 +101,9 @@ impl Builder {
             )));
         }
         let authorization = match &self.token {
-            Some(token) => Some(format!("Bearer {token}").parse().map_err(|_| AddressError("a token is ASCII".into()))?),
+            Some(token) => {
+                Some(format!("Bearer {token}").parse().map_err(|_| AddressError("a token is ASCII".into()))?)
+            }
             None => None,
         };
         let endpoint = self.endpoint().map_err(|error| AddressError(format!("{}: {error}", self.address)))?;
@@ -111,7 +113,8 @@ impl Builder {
     }
 
     fn endpoint(&self) -> Result<Endpoint, tonic::transport::Error> {
-        let path = self.address.strip_prefix("unix:").or_else(|| self.address.starts_with('/').then_some(&self.address));
+        let path =
+            self.address.strip_prefix("unix:").or_else(|| self.address.starts_with('/').then_some(&self.address));
         let uri = match path {
             Some(path) => format!("unix://{path}"),
             None => format!("http://{}", self.address),

@@ -7,19 +7,23 @@ use crate::v1::{
 
 /// Raw text: no template. Where it opens a context it gets the tokenizer's own BOS.
 pub fn text(text: impl Into<String>) -> Input {
-    Input { form: Some(input::Form::Raw(RawInput { parts: vec![text_part(text)], add_special_tokens: true })) }
+    let parts = vec![text_part(text)];
+    Input {
+        form: Some(input::Form::Raw(RawInput { parts, add_special_tokens: true, ..Default::default() })),
+        ..Default::default()
+    }
 }
 
 /// Parts as they are: text, token runs and images in reading order.
 pub fn raw(parts: impl IntoIterator<Item = Part>) -> Input {
     let parts = parts.into_iter().collect();
-    Input { form: Some(input::Form::Raw(RawInput { parts, add_special_tokens: false })) }
+    Input { form: Some(input::Form::Raw(RawInput { parts, ..Default::default() })), ..Default::default() }
 }
 
 /// Turns for the model's own template. With a parent these are only the turns to append.
 pub fn chat(turns: impl IntoIterator<Item = Message>) -> Input {
     let messages = turns.into_iter().collect();
-    Input { form: Some(input::Form::Chat(ChatInput { messages, ..Default::default() })) }
+    Input { form: Some(input::Form::Chat(ChatInput { messages, ..Default::default() })), ..Default::default() }
 }
 
 /// A turn of instructions.
@@ -39,23 +43,26 @@ pub fn assistant(text: impl Into<String>) -> Message {
 
 /// Any turn.
 pub fn turn(role: Role, parts: impl IntoIterator<Item = Part>) -> Message {
-    Message { role: role.into(), parts: parts.into_iter().collect() }
+    Message { role: role.into(), parts: parts.into_iter().collect(), ..Default::default() }
 }
 
 /// A piece of text.
 pub fn text_part(text: impl Into<String>) -> Part {
-    Part { kind: Some(part::Kind::Text(text.into())) }
+    Part { kind: Some(part::Kind::Text(text.into())), ..Default::default() }
 }
 
 /// Token ids taken verbatim.
 pub fn tokens(ids: impl IntoIterator<Item = u32>) -> Part {
-    Part { kind: Some(part::Kind::Tokens(TokenRun { ids: ids.into_iter().collect() })) }
+    Part {
+        kind: Some(part::Kind::Tokens(TokenRun { ids: ids.into_iter().collect(), ..Default::default() })),
+        ..Default::default()
+    }
 }
 
 /// An encoded PNG, JPEG or WebP file.
 pub fn image(file: impl Into<Vec<u8>>) -> Part {
     let source = Some(image::Source::Data(file.into()));
-    Part { kind: Some(part::Kind::Image(Image { source, ..Default::default() })) }
+    Part { kind: Some(part::Kind::Image(Image { source, ..Default::default() })), ..Default::default() }
 }
 
 /// Always the likeliest token.
@@ -70,27 +77,27 @@ pub fn max_tokens(count: u32) -> Stopping {
 
 /// The end of the prompt, before the first new token.
 pub fn prompt_end() -> Mark {
-    Mark { at: Some(mark::At::Landmark(Landmark::PromptEnd.into())), options: None }
+    Mark { at: Some(mark::At::Landmark(Landmark::PromptEnd.into())), ..Default::default() }
 }
 
 /// A place in the context, the parent included.
 pub fn after_tokens(count: u32) -> Mark {
-    Mark { at: Some(mark::At::TokenCount(count)), options: None }
+    Mark { at: Some(mark::At::TokenCount(count)), ..Default::default() }
 }
 
 /// The end of a turn of the chat input.
 pub fn after_messages(count: u32) -> Mark {
-    Mark { at: Some(mark::At::MessageCount(count)), options: None }
+    Mark { at: Some(mark::At::MessageCount(count)), ..Default::default() }
 }
 
 /// A branch of a fork that goes on with an input.
 pub fn append(input: Input) -> ForkBranch {
-    ForkBranch { append: Some(input), options: None }
+    ForkBranch { append: Some(input), ..Default::default() }
 }
 
 /// Takes the BOS from an input that goes on from a parent: in the middle of a context it is never right.
 pub(crate) fn continues(input: &mut Option<Input>, parent: &str) {
-    if let (Some(Input { form: Some(input::Form::Raw(raw)) }), false) = (input, parent.is_empty()) {
+    if let (Some(Input { form: Some(input::Form::Raw(raw)), .. }), false) = (input, parent.is_empty()) {
         raw.add_special_tokens = false;
     }
 }

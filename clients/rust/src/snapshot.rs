@@ -74,7 +74,7 @@ impl Snapshot {
         for branch in &mut branches {
             continues(&mut branch.append, self.name());
         }
-        let mut request = ForkRequest { parent: self.name().to_owned(), branches, request_id: String::new() };
+        let mut request = ForkRequest { parent: self.name().to_owned(), branches, ..Default::default() };
         give_id(&mut request.request_id);
         let call = async |channel, request| inference(channel).fork(request).await;
         let reply = self.noting(self.client.connection.call(request, call).await)?.0.into_inner();
@@ -116,7 +116,7 @@ impl Snapshot {
     /// Changes labels, expiration or pinned: those that are set.
     pub async fn update(&mut self, mut change: v1::Snapshot) -> Result<(), Error> {
         change.name = self.name().to_owned();
-        let request = v1::UpdateSnapshotRequest { snapshot: Some(change), update_mask: None };
+        let request = v1::UpdateSnapshotRequest { snapshot: Some(change), ..Default::default() };
         let call = async |channel, request| snapshots(channel).update_snapshot(request).await;
         let reply = self.noting(self.client.connection.call(request, call).await)?.0.into_inner();
         self.info = reply.snapshot.unwrap_or_default();
@@ -137,7 +137,7 @@ impl Snapshot {
     }
 
     async fn get(&self, include_tokens: bool) -> Result<v1::GetSnapshotResponse, Error> {
-        let request = v1::GetSnapshotRequest { name: self.name().to_owned(), include_tokens };
+        let request = v1::GetSnapshotRequest { name: self.name().to_owned(), include_tokens, ..Default::default() };
         let call = async |channel, request| snapshots(channel).get_snapshot(request).await;
         Ok(self.noting(self.client.connection.call(request, call).await)?.0.into_inner())
     }

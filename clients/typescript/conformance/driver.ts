@@ -23,6 +23,7 @@ interface Given {
   ca: string;
   socket: string;
   token: string;
+  unknown_token: string;
   prompt: string;
   times: number;
   max_tokens: number;
@@ -352,6 +353,8 @@ const plays: Record<string, (client: Client, given: Given) => Promise<Seen>> = {
     const { instance } = await known.serverInfo();
     await using stranger = new Client(given.peer, { tls });
     const without = await failure(stranger.serverInfo());
+    await using nobody = new Client(given.peer, { tls, token: given.unknown_token });
+    const unknown = await failure(nobody.serverInfo());
     await using wary = new Client(given.peer, { tls: true, retry: false });
     const other = await failure(wary.serverInfo());
     let refused = false;
@@ -361,8 +364,9 @@ const plays: Record<string, (client: Client, given: Given) => Promise<Seen>> = {
       refused = true;
     }
     return {
-      with_token: instance,
+      with_token: instance !== "",
       without_token: told(without),
+      unknown_token: told(unknown),
       other_roots: other.code,
       token_in_clear_refused: refused,
     };

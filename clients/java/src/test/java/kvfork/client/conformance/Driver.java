@@ -463,6 +463,10 @@ public final class Driver {
     try (Client stranger = Client.to(peer).tls(trusting).build()) {
       without = failure(stranger::serverInfo);
     }
+    KvforkException unknown;
+    try (Client nobody = Client.to(peer).tls(trusting).token(given.text("unknown_token")).build()) {
+      unknown = failure(nobody::serverInfo);
+    }
     KvforkException other;
     try (Client wary = Client.to(peer).tls(TlsChannelCredentials.create()).retry(false).build()) {
       other = failure(wary::serverInfo);
@@ -474,8 +478,9 @@ public final class Driver {
       refused = true;
     }
     return seen(
-        "with_token", instance,
+        "with_token", !instance.isEmpty(),
         "without_token", told(without),
+        "unknown_token", told(unknown),
         "other_roots", other.code().name(),
         "token_in_clear_refused", refused);
   }
