@@ -114,6 +114,8 @@ def _play_one(
         if time.monotonic() > give_up:
             break  # the differences say what did not come
         time.sleep(0.02)
+    if server.stats().active_sequences:
+        problems.append("server: it still works for somebody")
     return problems + server_differences(scenario.server, _rows(witnessed)[before:])
 
 
