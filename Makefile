@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
+RELEASED := proto/released/kvfork.v1.binpb
 # Test files run side by side in so many processes, one thread each; a file's tests stay together.
 WORKERS ?= 2
 PROTOS := types inference_service snapshot_service server_service
@@ -11,7 +12,7 @@ PROTOS := types inference_service snapshot_service server_service
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint type gen gen-check gen-clients gen-clients-check conformance \
+.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
         bench clean
 
 help: ## Show this list
@@ -52,10 +53,14 @@ fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
 families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)
 
-lint: setup ## Formatting, lint and the contract's lint
+lint: setup ## Formatting, lint, the contract's lint, and that it breaks no released client
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/buf lint proto
+	$(BIN)/buf breaking proto --against $(RELEASED)
+
+release-contract: setup ## Make the contract as it is now the one that later changes must not break
+	$(BIN)/buf build proto --exclude-source-info -o $(RELEASED)
 
 type: setup ## mypy, strict outside the engine
 	$(BIN)/mypy

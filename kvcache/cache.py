@@ -33,7 +33,7 @@ from kvcache.names import (
 )
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
-from kvcache.records import PutResult, RecordId, RecordKind
+from kvcache.records import PutResult, RecordId, RecordKind, Tier
 from kvcache.snapshots import Snapshot
 from kvcache.store import TieredStore
 from kvcache.tree import Node
@@ -116,6 +116,16 @@ class PrefixCache(NamedSnapshots):
                 self.store.pin(self._stock.records_of(node))
                 node.holds += 1
             return found
+
+    def weigh(self, lookup: Lookup) -> tuple[int, int, int]:
+        """Of a lookup not yet released: tokens of which some state is on disk, bytes in memory, bytes on disk."""
+        if lookup.plan is None:
+            return 0, 0, 0
+        by_tier = dict.fromkeys(Tier, 0)
+        with self._lock:
+            for record in lookup.plan.records:
+                by_tier[self.store.locate(record) or Tier.DISK] += self.store.size(record) or 0
+            return self._stock.disk_tokens(lookup.plan), by_tier[Tier.MEMORY], by_tier[Tier.DISK]
 
     def note_corrupt(self, record: RecordId) -> None:
         """Lets the next receipt say why `record` is gone. Call it before the lookup that named it is released."""

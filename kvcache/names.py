@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -118,6 +119,7 @@ class NamedSnapshots:
         )
         self._changes = ChangeLog(2 * limits.max_snapshots)  # one call can drop all that an owner has
         self._tell: Callable[[str], None] = lambda owner: None
+        self.ended: Counter[GoneReason] = Counter()  # names, since the start
         self._durable = durable
         self._media = media
         self._journal: Journal | None = None
@@ -381,6 +383,7 @@ class NamedSnapshots:
 
     def _forget(self, snapshot: Snapshot, reason: GoneReason) -> None:
         """Called by the registry, in the lock, when a name ends."""
+        self.ended[reason] += 1
         self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, None, reason))
         if snapshot.pinned:
             self.store.unpin(self._stock.records_of(snapshot.node))

@@ -113,6 +113,8 @@ class Config:
     write_stall_seconds: float = 30.0
     watchdog_seconds: float = 60.0
     engine_restarts: int = 3
+    metrics: str = ""  # "" for none
+    traces: str = "off"
     log_level: str = "info"
     log_format: str = "text"
 
@@ -120,6 +122,8 @@ class Config:
         if not self.address and self.unix_socket is None:
             raise ConfigError("address: nowhere to listen: give an address or a unix socket")
         self._check_exposure()
+        if self.metrics:
+            split_metrics_address(self.metrics)
         if self.unix_socket is not None and len(os.fsencode(self.unix_socket)) > _LONGEST_SOCKET_PATH:
             raise ConfigError(f"unix_socket: the system takes at most {_LONGEST_SOCKET_PATH} bytes of path")
         if not self.model:
@@ -317,6 +321,19 @@ def split_address(address: str) -> tuple[str, int]:
             f'address: must be a loopback address, localhost or another IP address, is "{address}"'
         ) from None
     return host, int(port)
+
+
+def split_metrics_address(address: str) -> tuple[str, int]:
+    """("127.0.0.1", 9464) from ":9464" or "127.0.0.1:9464"; another host has to be an address, and is as asked for."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f'metrics: must look like ":9464" or "127.0.0.1:9464", is "{address}"')
+    try:
+        ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        raise ConfigError(f'metrics: must be an IP address or localhost, is "{address}"') from None
+    return "127.0.0.1" if host == "localhost" else host, int(port)
 
 
 def parse_size(text: str) -> int:
@@ -626,6 +643,18 @@ OPTIONS = (
         "N",
         "how often in ten minutes a model thread that died is started anew, with the model loaded again and every "
         "snapshot kept",
+    ),
+    Option(
+        "metrics",
+        _parse_address,
+        "[HOST]:PORT",
+        "serve Prometheus metrics at http://HOST:PORT/metrics; without a host on loopback alone",
+    ),
+    Option(
+        "traces",
+        _one_of("off", "otlp"),
+        "WHERE",
+        "off, or otlp: OpenTelemetry spans of calls go where OTEL_EXPORTER_OTLP_ENDPOINT says (needs the otel extra)",
     ),
     Option("log_level", _one_of("debug", "info", "warning", "error"), "LEVEL", "debug, info, warning or error"),
     Option("log_format", _one_of("text", "json"), "FORMAT", "text for people, json for machines"),

@@ -9,18 +9,19 @@ import asyncio
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvcache.cache import PrefixCache
+from kvcache.cache import Lookup, PrefixCache
 from kvcache.media import cut_inside, image_positions
-from kvcache.receipt import Usage
-from kvcache.snapshots import GoneReason, Snapshot
+from kvcache.receipt import MissReason, Usage
+from kvcache.snapshots import GoneReason, Snapshot, SnapshotLimit
 from kvcache.tree import Node
 from service.errors import InvalidField, NotAnAncestor, RecomputeLimit, RollbackBeyondEnd
-from service.events import Counted, Created, Forked, RolledBack
+from service.events import Admission, Counted, Created, Forked, PlanView, RolledBack
 from service.handles import Handles
 from service.images.intake import CallImages
-from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, Release, RollbackCall, Rounding
+from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, PlanOptions, Release, RollbackCall, Rounding
 from service.resolve import Prompt, check_room, mark_positions, refuse_cut_inside
 from service.runtime import Loaded, Runtime, store_full
+from service.scheduler import Demand
 from service.work import Work
 
 
@@ -275,7 +276,10 @@ class Derivations:
             prompt = await self._rt.prompt(loaded, parent, call.input, images=images, bounded=False)
             total = len(prompt.tokens)
             lookup = loaded.cache.lookup(owner, prompt.tokens, base=parent.node if parent else None, keep=())
-            loaded.cache.release(lookup)
+            try:
+                plan = self._planned(call.plan, total, lookup, loaded, owner) if call.plan is not None else None
+            finally:
+                loaded.cache.release(lookup)
             return Counted(
                 total_tokens=total,
                 image_tokens=prompt.image_tokens,
@@ -283,7 +287,40 @@ class Derivations:
                 remaining_tokens=max(0, loaded.view.context_tokens - total),
                 token_ids=tuple(self._rt.shown(prompt.added)) if call.include_rendered else (),
                 text=(prompt.text or loaded.codec.text_of(prompt.added)) if call.include_rendered else "",
+                plan=plan,
             )
+
+    def _planned(self, asked: PlanOptions, total: int, lookup: Lookup, loaded: Loaded, owner: str) -> PlanView:
+        """What calls that go on from the looked-up prompt of `total` tokens would meet now."""
+        rt = self._rt
+        known = max(lookup.known, lookup.position)
+        disk, memory_bytes, disk_bytes = loaded.cache.weigh(lookup)
+        room = loaded.view.context_tokens - total
+        most = asked.max_tokens if asked.max_tokens is not None else rt.config.default_max_tokens
+        demand = Demand(
+            prompt_tokens=total, known_tokens=lookup.position, new_tokens=min(most, max(room, 0)), group="plan"
+        )
+        found = rt.loop.foresee(demand, asked.branches)
+        refused = "CONTEXT_OVERFLOW" if room < 1 else ""
+        if not refused and asked.branches > 1:
+            try:
+                loaded.cache.check_room(owner, count=asked.branches, pinned=0)  # a fork makes as many names
+            except SnapshotLimit:
+                refused = "SNAPSHOT_QUOTA"
+        if refused:
+            found = replace(found, admission=Admission.REFUSED, reason=refused)
+        return PlanView(
+            memory_tokens=lookup.position - disk,
+            disk_tokens=disk,
+            recomputed_tokens=known - lookup.position,
+            new_tokens=total - known,
+            miss_reason=lookup.miss_reason if known > lookup.position else MissReason.NONE,
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            load_seconds=rt.loop.totals.predict_load(memory_bytes=memory_bytes, disk_bytes=disk_bytes),
+            prefill_seconds=rt.loop.totals.prefill_speed.predict(total - lookup.position),
+            forecast=found,
+        )
 
 
 def _stored_outside_images(cache: PrefixCache, source: Snapshot, position: int) -> int:

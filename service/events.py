@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcache.receipt import Usage
+from kvcache.receipt import MissReason, Usage
 
 
 class Residency(enum.Enum):
@@ -171,6 +171,50 @@ class RolledBack:
     usage: Usage
 
 
+class Admission(enum.Enum):
+    """What would become of a call."""
+
+    NOW = 1
+    QUEUED = 2
+    REFUSED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the scheduler foresees for calls that might come, all together.
+
+    `reason`: why not at once; ROWS_BUSY or an error's reason.
+    """
+
+    admission: Admission
+    reason: str
+    need_bytes: int  # of working state, for all of them
+    free_bytes: int  # reserved by nobody; `need_bytes` where memory is unbounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """What a call would meet now. Seconds; None: not measured yet."""
+
+    memory_tokens: int
+    disk_tokens: int
+    recomputed_tokens: int
+    new_tokens: int
+    miss_reason: MissReason
+    memory_bytes: int
+    disk_bytes: int
+    load_seconds: float | None
+    prefill_seconds: float | None
+    forecast: Forecast
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From admission to the first token, were nothing else running."""
+        if self.load_seconds is None or self.prefill_seconds is None:
+            return None
+        return self.load_seconds + self.prefill_seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
     """Result of CountTokens."""
@@ -181,6 +225,7 @@ class Counted:
     remaining_tokens: int
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    plan: PlanView | None = None
 
 
 class WhyGone(enum.Enum):
@@ -283,6 +328,21 @@ class ServerView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowView:
+    """A sequence under way, as its owner sees it. `age` in seconds."""
+
+    row: int  # the process's own number
+    phase: str  # queued, restoring, prefill, decode or saving
+    prompt_tokens: int
+    done_tokens: int
+    completion_tokens: int
+    age: float
+    priority: int
+    generation: str = ""  # "generations/{id}"
+    parent: str = ""  # "snapshots/{id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatsView:
     """Scheduler, memory and store in numbers."""
 
@@ -311,6 +371,14 @@ class StatsView:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    restoring_rows: int = 0
+    prefilling_rows: int = 0
+    decoding_rows: int = 0
+    saving_rows: int = 0
+    completion_tokens: int = 0
+    active_bytes: int = 0
+    active_limit_bytes: int = 0
+    evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
     images_encoded: int = 0
     image_bytes: int = 0
     image_limit_bytes: int = 0

@@ -44,6 +44,10 @@ class Gate:
         """Calls of `owner` that wait for their turn."""
         return len(self._lines[owner].waiting) if owner in self._lines else 0
 
+    def takes(self, owner: str, count: int) -> bool:
+        """Whether so many more calls of `owner` would not wait."""
+        return not self._limit or self.inside(owner) + count <= self._limit
+
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[float]:
         """A place for the length of the block; gives the seconds that it took to get one."""

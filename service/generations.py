@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from kvcache.snapshots import Snapshot
+from service import facts
 from service.events import Delta, Event, Finished, Progress, SnapshotView, Started, TokenLogprob, TopLogprob
 from service.outbox import Channel
 from service.plan import Picked
@@ -76,6 +77,7 @@ class Generations:
                 group=f"{owner} {parent.parent or parent.id}" if parent else "",
             )
             generation = f"generations/{secrets.token_hex(12)}"
+            facts.note(generation=generation, parent=call.parent, prompt_tokens=len(prompt.tokens))
             channel, row = self._rt.submit(work)
             self._rt.running[generation] = Running(row, owner, parent.id if parent else "")
             saving: Saving | None = None
@@ -162,6 +164,14 @@ class Generations:
                     assert event.reason is not None
                     if call.save is not None and saved is None and not save_error:
                         save_error = "NOTHING_TO_SAVE"
+                    facts.note(
+                        finish=event.reason.name,
+                        cached_tokens=event.usage.cached_tokens,
+                        recomputed_tokens=event.usage.recomputed_tokens,
+                        new_tokens=event.usage.new_tokens,
+                        completion_tokens=event.usage.completion_tokens,
+                        snapshot=saved.name if saved is not None else "",
+                    )
                     yield Finished(
                         reason=event.reason,
                         usage=event.usage,

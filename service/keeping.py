@@ -18,6 +18,7 @@ from service.plan import Payloads, RowId
 from service.rows import Rows
 from service.scheduler import Scheduler
 from service.sequence import Sequence
+from service.totals import Totals
 from service.work import NodeAt
 
 
@@ -30,6 +31,7 @@ class Keeping:
         scheduler: Scheduler,
         parking: Parking,
         rows: Rows,
+        totals: Totals,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         patience: float,
@@ -39,6 +41,7 @@ class Keeping:
         self._scheduler = scheduler
         self._parking = parking
         self._rows = rows
+        self._totals = totals
         self._post = post
         self._clock = clock
         self._patience = patience
@@ -64,6 +67,7 @@ class Keeping:
                 until=self._clock() + self._patience,
             )
             if self._parking.park(seq.row, place):
+                self._totals.store_waits += 1
                 self._scheduler.pause(seq.row)
                 self._ask_when_written()
                 return

@@ -130,6 +130,8 @@ class Opening:
             calls = seq.rebuilt_from(lookup, read)
         else:
             seq.opened = self._clock()
+            if read is not None:
+                self._totals.restored(read, seq.opened - seq.admitted)
             calls = seq.found(lookup, read)
             for node in lookup.kept:
                 seq.emit(NodeAt(self._cache.hold(node), "", final=False))

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Commit, Lookup, PrefixCache
+from kvcache.media import ends_inside
 from kvcache.records import RecordKind
 from kvcache.schedule import NONCE_BYTES, continued_schedule, decode_schedule, prefill_schedule
 from kvcache.tree import Node
@@ -59,6 +60,8 @@ class Recorder:
         start = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         assert self._node.end <= start < end
         if start > self._node.end:
+            passed = range(self._node.end + BLOCK_TOKENS, start + 1, BLOCK_TOKENS)
+            assert all(ends_inside(self._tokens[boundary - 1 : boundary]) for boundary in passed)
             wanted = self._cache.layout.kinds + ((RecordKind.LOGITS,) if logits else ())
         else:
             wanted = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)

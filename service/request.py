@@ -268,6 +268,14 @@ class RollbackCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a dry run is about; `max_tokens` None is the server's default."""
+
+    branches: int = 1
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CountTokensCall:
     """`InferenceService.CountTokens`."""
 
@@ -275,6 +283,7 @@ class CountTokensCall:
     parent: str = ""
     input: Input | None = None
     include_rendered: bool = False
+    plan: PlanOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

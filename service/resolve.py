@@ -72,15 +72,16 @@ def resolve_prompt(
     message_ends: tuple[int | None, ...] = ()
     if isinstance(given, RawInput):
         check_token_ids(given.parts, model, f"{at}.raw")
+        _refuse_markers(codec, given, preparer, f"{at}.raw")
         placed = _with_runs(given, preparer, pictures)
         tokens.extend(codec.encode_raw(placed, with_parent=bool(context)))
-        _refuse_markers(codec, given, preparer, f"{at}.raw")
         text = _raw_text(codec, given, preparer) if pictures else ""
     elif isinstance(given, ChatInput):
         for m, message in enumerate(given.messages):
             check_token_ids(message.parts, model, f"{at}.chat.messages[{m}]")
         ends = {mark.message_count for mark in marks if mark.message_count is not None}  # each costs a rendering
         at_chat = f"{at}.chat"
+        _refuse_markers(codec, given, preparer, at_chat)
         images = None
         if preparer is not None:
             images = Images(preparer.marker, preparer.written, tuple(_run(picture) for picture in pictures))
@@ -88,7 +89,6 @@ def resolve_prompt(
             rendered = chat.append(codec, context, given, ends=ends, at=at_chat, images=images)
         else:
             rendered = chat.render(codec, given, ends=ends, at=at_chat, images=images)
-        _refuse_markers(codec, given, preparer, at_chat)
         tokens.extend(rendered.tokens)
         text = rendered.text
         message_ends = tuple(end + len(context) if end is not None else None for end in rendered.message_ends)

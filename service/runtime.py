@@ -20,6 +20,7 @@ from kvcache.media import shown
 from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
+from service import facts
 from service.config import Config
 from service.engine import Engine
 from service.errors import (
@@ -38,6 +39,7 @@ from service.images.limits import ImageLimits
 from service.images.uploads import Uploads
 from service.loop import EngineLoop
 from service.media import Preparer
+from service.metering import Meter
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
@@ -45,6 +47,7 @@ from service.resolve import Prompt, refuse_hopeless, resolve_prompt
 from service.text.constraint import Grammars
 from service.text.formats import Format
 from service.text.tokens import TextCodec
+from service.tracing import Tracer
 from service.work import Ended, Failed, NodeAt, Work
 
 CANCEL_SECONDS = 0.25  # how late a cancel may reach the server after a look that followed it
@@ -89,7 +92,7 @@ class Saving:
 class Runtime:
     """One per process, shared by everything that serves calls."""
 
-    def __init__(self, config: Config, model_view: ModelView, instance: str) -> None:
+    def __init__(self, config: Config, model_view: ModelView, instance: str, tracer: Tracer) -> None:
         self.config = config
         limits = ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels)
         self._images = Intake(limits)
@@ -98,6 +101,8 @@ class Runtime:
         self.loaded: Loaded | None = None
         self.handles: Handles | None = None
         self.draining = False
+        self.meter = Meter()
+        self.tracer = tracer
         self.running: dict[str, Running] = {}
         self.saving: dict[tuple[str, str], Saving] = {}  # by (owner, id)
         self.loop: EngineLoop  # set by start
@@ -214,7 +219,8 @@ class Runtime:
     def submit(self, work: Work) -> tuple[Channel, RowId]:
         assert self.loaded is not None
         channel = Channel(self.loaded.cache.let_go)
-        return channel, self.loop.submit(work, self._outlet.emit_to(channel))
+        emit = self.tracer.following(work, self.meter.watching(work, self._outlet.emit_to(channel)))
+        return channel, self.loop.submit(work, emit)
 
     async def run(self, work: Work, parent: Snapshot | None) -> tuple[list[NodeAt], Usage]:
         """A work without generation, to its end. Returns held nodes in order; cancelling it leaves nothing behind."""
@@ -303,6 +309,7 @@ class Runtime:
         added: list[Snapshot] = []
         fresh: list[Snapshot] = []
         try:
+            facts.note(parent=f"snapshots/{parent.id}" if parent is not None else "")
             while left:
                 node, options = left.pop(0)
                 there = self.handles.has(options.snapshot_id, owner)
@@ -324,6 +331,7 @@ class Runtime:
         cache = self.loaded.cache
         there = bool(options.snapshot_id) and self.handles.has(options.snapshot_id, owner)
         snapshot = self.handles.add(owner, node, options, parent)
+        facts.note(snapshot=f"snapshots/{snapshot.id}")
         if options.durability is Durability.DISK and not snapshot.durable:
             error = await self._written(lambda done: cache.make_durable(snapshot, done))
             if error is not None:

@@ -20,6 +20,7 @@ be stored, it is paused: it makes no prefill call. Calls that touch an image wai
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 from bisect import insort
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.media import MediaKey
 from kvcache.schedule import Call
+from service.events import Admission, Forecast
 from service.footprint import Footprint
 from service.plan import RowId
 
@@ -202,6 +204,40 @@ class Scheduler:
     def reserved_bytes(self) -> int:
         """What rows under way may grow to, padding aside."""
         return sum(e.bytes for e in self._entries.values() if e.state is not State.QUEUED)
+
+    def foresee(self, demand: Demand, count: int, now: float) -> Forecast:
+        """What `count` sequences like this would meet if they came now; changes nothing.
+
+        Other calls that come meanwhile are not foreseen, nor that kept state may not give up its memory in time.
+        """
+        twin = copy.copy(self)
+        need = self.footprint.row_bytes(demand.prompt_tokens + demand.new_tokens) * count
+        free = need if self._free_bytes is None else max(0, self._free_bytes)
+        rows = [RowId(-1 - i) for i in range(count)]
+        admission, reason = Admission.REFUSED, ""
+        try:
+            for row in rows:
+                twin.submit(row, demand, now)
+        except QueueIsFull:
+            reason = "QUEUE_FULL"
+        except NeverFits:
+            reason = "ACTIVE_MEMORY"
+        else:
+            admission = Admission.NOW if twin.admits(rows, now) else Admission.QUEUED
+            if admission is Admission.QUEUED:
+                reason = "ROWS_BUSY" if need <= free else "ACTIVE_MEMORY"
+        return Forecast(admission=admission, reason=reason, need_bytes=need, free_bytes=free)
+
+    def __copy__(self) -> Scheduler:
+        """One that can be told more without this one hearing of it; what has been told is shared."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__, _entries=dict(self._entries), _queue=list(self._queue))
+        return twin
+
+    def admits(self, rows: Sequence[RowId], now: float) -> bool:
+        """Whether all of them would leave the queue in the next plan."""
+        self._now = now
+        return set(rows) <= set(self._admissible())
 
     # -- events ---------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from kvcache.cache import PrefixCache
 from kvcache.checkpoints import Take
 from service.ends import Ends
 from service.errors import ActiveMemory, CallError, DeadlineUnmet, QueueFull, RowFailed
+from service.events import Forecast, RowView
 from service.footprint import Footprint
 from service.keeping import Keeping
 from service.loan import Loan
@@ -70,7 +71,7 @@ class Steps:
         self.parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes, scheduler.max_rows)
         self._sight = Sight(cache, scheduler, totals, post, lambda row, error: self.rows.fail(row, error))
         self.rows = Rows(scheduler, self.parking, self._loan, totals, self._sight)
-        self._keeping = Keeping(cache, scheduler, self.parking, self.rows, post, clock, snapshot_wait)
+        self._keeping = Keeping(cache, scheduler, self.parking, self.rows, totals, post, clock, snapshot_wait)
         self._ends = Ends(scheduler, self.parking, self.rows, self._keeping, clock)
         self._opening = Opening(cache, scheduler, self.rows, totals, self._sight, post, clock)
 
@@ -116,6 +117,27 @@ class Steps:
         """Stops a work (`clean`) or gives it up; `save` keeps the work done under a last NodeAt."""
         self.rows.guard(row, lambda: self._ends.asked(row, clean=clean, save=save))
 
+    def views(self, owner: str) -> list[RowView]:
+        """The owner's sequences, oldest first, at some recent moment. On any thread."""
+        now = self._clock()
+        return [
+            RowView(
+                row=seq.row,
+                phase=phase_of(self._scheduler.state(seq.row)),
+                prompt_tokens=seq.prompt_tokens,
+                done_tokens=min(seq.position, seq.prompt_tokens),
+                completion_tokens=seq.completion,
+                age=now - seq.arrived,
+                priority=seq.work.priority,
+            )
+            for seq in self.rows
+            if seq.work.owner == owner
+        ]
+
+    def foresee(self, demand: Demand, count: int) -> Forecast:
+        """What so many sequences would meet if they came at about this moment. On any thread."""
+        return self._scheduler.foresee(demand, count, self._clock())
+
     def start_restores(self) -> None:
         """Orders the reads that are wanted by now."""
         self._opening.start()
@@ -157,7 +179,7 @@ class Steps:
     def _apply(self, tick: Tick, ordered: Orders, result: StepResult) -> None:
         now = self._clock()
         rows, plan = self.rows, ordered.plan
-        self._totals.prefilled(result.prefill_tokens, result.prefill_seconds)
+        self._totals.stepped(plan, result)
         for row in self._sight.waiting_for(result.encoded):
             if row in rows:
                 rows[row].prefill_seconds += result.encode_seconds
@@ -222,6 +244,11 @@ class Steps:
         if piece.finish is not None:
             seq.stop, seq.stop_token_id = piece.stop, piece.stop_token_id
             self._ends.finish(seq, piece.finish, save=generation.save, flush=False)
+
+
+def phase_of(state: State) -> str:
+    """Where callers see a sequence; one that is through and about to go still has something to keep."""
+    return str((State.SAVING if state is State.DONE else state).value)
 
 
 def _demand(work: Work) -> Demand:

@@ -195,7 +195,7 @@ class Watches:
     async def look(self) -> None:
         """Until cancelled: sees where the state of watched snapshots is, which no change of a name tells."""
         await self._ready.wait()
-        while True:
+        while not self._closed:
             began = time.monotonic()
             await asyncio.to_thread(self._look, list(self._open))
             await asyncio.sleep(max(LOOK_SECONDS, LOOK_SHARE * (time.monotonic() - began)))

@@ -110,6 +110,8 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "write_stall_seconds": "16s",
         "watchdog_seconds": "17s",
         "engine_restarts": "18",
+        "metrics": ":9464",
+        "traces": "OTLP",
         "log_level": "debug",
         "log_format": "json",
     }
@@ -163,9 +165,30 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         write_stall_seconds=16.0,
         watchdog_seconds=17.0,
         engine_restarts=18,
+        metrics=":9464",
+        traces="otlp",
         log_level="debug",
         log_format="json",
     )
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        (":9464", ("127.0.0.1", 9464)),
+        ("localhost:0", ("127.0.0.1", 0)),
+        ("[::1]:9464", ("::1", 9464)),
+        ("0.0.0.0:9464", ("0.0.0.0", 9464)),
+    ],
+)
+def test_metrics_are_on_loopback_unless_a_host_is_named(address: str, parts: tuple[str, int]):
+    assert settings.split_metrics_address(address) == parts
+
+
+@pytest.mark.parametrize("address", ["9464", "example.org:9464", ":port", ":70000", "[::1]"])
+def test_a_metrics_address_that_is_none_is_refused(address: str):
+    with pytest.raises(ConfigError, match="metrics: "):
+        configured("--metrics", address)
 
 
 def test_a_bare_switch_switches_on():

@@ -99,6 +99,8 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "grpc": ("service.rpc", "kvfork_client"),
     "llguidance": ("service.text.constraint",),
     "kvfork": ("service.rpc", "kvfork_client"),
+    "prometheus_client": ("service.metrics.collector",),
+    "opentelemetry": ("service.tracing",),
     "service.app": ("service.cli",),
     "service.cli": ("service.cli", "service.__main__"),
     "service.rpc": ("service.rpc", "service.app", "service.cli.serve"),

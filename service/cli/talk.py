@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 
-from service.cli import chat, flags, generate, output, snapshots
+from service.cli import chat, flags, generate, health, output, plan, snapshots, top
 
 Run = Callable[[argparse.Namespace], int]
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `chat | generate | snapshots | fork | rollback | stats`; each sets `run` to this module's."""
+    """Adds every command that talks to a server; each sets `run` to this module's."""
     connection, generation = flags.connection_flags(), flags.generation_flags()
     both = [connection, generation]
     chat.add_flags(
@@ -49,6 +49,9 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             snapshots.add_rollback_flags,
             snapshots.run_rollback,
         ),
+        ("plan", "what a call would cost, without making it", plan.EPILOG, plan.add_flags, plan.run),
+        ("top", "rows, queue, tiers and the snapshot tree, live", top.EPILOG, top.add_flags, top.run),
+        ("health", "whether a server takes work: exit code 0 or 1", health.EPILOG, health.add_flags, health.run),
         ("stats", "what the server holds and has done", snapshots.STATS_EPILOG, None, snapshots.run_stats),
     ):
         parser = _add(subparsers, name, help_text, run_it, epilog, [connection])

@@ -19,11 +19,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from service.errors import CallError, Internal, InvalidField
+from service.errors import CallError, Internal, InvalidField, WrongInstance
 from service.rpc.status import status_of
 
 log = logging.getLogger(__name__)
 
+INSTANCE = "x-kvfork-instance"  # metadata: the one server that a call is for, since a proxy may not know
 INTERNAL_TEXT = "the server failed; its log has the incident"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,7 +33,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions of the handlers under `prefix` into statuses; others (health, reflection) are left alone."""
 
-    def __init__(self, prefix: str = "/kvfork.v1.") -> None:
+    def __init__(self, instance: str, prefix: str = "/kvfork.v1.") -> None:
+        """`instance`: this server's; a call that asks for another one is refused before it is looked at."""
+        self._instance = instance
         self._prefix = prefix
 
     async def intercept_service(
@@ -50,9 +53,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary, method), **codecs)
+            return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary, method, self._instance), **codecs)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(_guarded(handler.unary_stream, method), **codecs)
+            return grpc.unary_stream_rpc_method_handler(
+                _guarded(handler.unary_stream, method, self._instance), **codecs
+            )
         raise AssertionError(f"{method}: the contract has no client streaming")
 
 
@@ -72,11 +77,22 @@ def tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     return parse_or_tell
 
 
-def _guarded(handler: Callable[..., Any], method: str) -> Any:
+def _check_instance(context: Context, instance: str) -> None:
+    for key, wanted in context.invocation_metadata() or ():
+        if key == INSTANCE and wanted != instance:
+            raise WrongInstance(
+                f"this is {instance}, and the call is for another instance",
+                hint="snapshots work where they were made: connect to that server",
+                metadata={"instance": instance},
+            )
+
+
+def _guarded(handler: Callable[..., Any], method: str, instance: str) -> Any:
     # Streams of ours write to the context instead of yielding, so one wrapper serves both kinds and no generator is
     # left to be closed by the garbage collector.
     async def guarded(request: Any, context: Context) -> Any:
         try:
+            _check_instance(context, instance)
             if request is UNREADABLE:
                 raise InvalidField("the request cannot be parsed as this method's message")
             return await handler(request, context)

@@ -17,6 +17,7 @@ from service.request import (
     GenerateCall,
     Input,
     Landmark,
+    PlanOptions,
     Release,
     RollbackCall,
     Rounding,
@@ -146,11 +147,23 @@ def read_rollback(request: inference_pb.RollbackRequest, limits: LimitsView) -> 
 def read_count_tokens(request: inference_pb.CountTokensRequest, limits: LimitsView) -> CountTokensCall:
     """The call that `request` asks for."""
     fields = Fields(max_images=limits.max_images)
+    plan = None
+    if request.HasField("plan"):
+        branches = request.plan.branches or 1
+        if branches > limits.max_fork_branches:
+            most = limits.max_fork_branches
+            fields.wrong("plan.branches", f"at most {most} (limits.max_fork_branches), are {branches}")
+        if request.plan.HasField("max_tokens") and not request.plan.max_tokens:
+            fields.wrong("plan.max_tokens", "must be at least 1")
+        plan = PlanOptions(
+            branches=branches, max_tokens=request.plan.max_tokens if request.plan.HasField("max_tokens") else None
+        )
     call = CountTokensCall(
         input=_read_source(request, fields),
         model=fields.name("model", request.model, "models"),
         parent=request.parent,
         include_rendered=request.include_rendered,
+        plan=plan,
     )
     fields.check()
     return call

@@ -12,6 +12,7 @@ from kvfork.v1 import types_pb2 as pb
 
 from kvcache.receipt import MissReason, Usage
 from service.events import (
+    Admission,
     Bookmark,
     Changed,
     Counted,
@@ -26,9 +27,11 @@ from service.events import (
     Marked,
     ModelState,
     ModelView,
+    PlanView,
     Progress,
     Residency,
     RolledBack,
+    RowView,
     ServerView,
     SnapshotView,
     Started,
@@ -70,6 +73,18 @@ _MODEL_STATES = {
     ModelState.FAILED: server_pb.Model.STATE_FAILED,
 }
 
+_ADMISSIONS = {
+    Admission.NOW: inference_pb.ADMISSION_NOW,
+    Admission.QUEUED: inference_pb.ADMISSION_QUEUED,
+    Admission.REFUSED: inference_pb.ADMISSION_REFUSED,
+}
+_PHASES = {
+    "queued": server_pb.Row.PHASE_QUEUED,
+    "restoring": server_pb.Row.PHASE_RESTORING,
+    "prefill": server_pb.Row.PHASE_PREFILL,
+    "decode": server_pb.Row.PHASE_DECODE,
+    "saving": server_pb.Row.PHASE_SAVING,
+}
 _WHY_GONE = {
     WhyGone.DELETED: snapshot_pb.GONE_REASON_DELETED,
     WhyGone.ROLLED_BACK: snapshot_pb.GONE_REASON_ROLLED_BACK,
@@ -248,6 +263,29 @@ def write_counted(counted: Counted) -> inference_pb.CountTokensResponse:
         remaining_tokens=counted.remaining_tokens,
         token_ids=counted.token_ids,
         text=counted.text,
+        plan=None if counted.plan is None else _plan(counted.plan),
+    )
+
+
+def _plan(plan: PlanView) -> inference_pb.Plan:
+    def measured(seconds: float | None) -> duration_pb2.Duration | None:
+        return None if seconds is None else duration(seconds)
+
+    return inference_pb.Plan(
+        memory_tokens=plan.memory_tokens,
+        disk_tokens=plan.disk_tokens,
+        recomputed_tokens=plan.recomputed_tokens,
+        new_tokens=plan.new_tokens,
+        miss_reason=_MISS_REASONS[plan.miss_reason],
+        disk_bytes=plan.disk_bytes,
+        memory_bytes=plan.memory_bytes,
+        predicted_load=measured(plan.load_seconds),
+        predicted_prefill=measured(plan.prefill_seconds),
+        predicted_ttft=measured(plan.ttft_seconds),
+        admission=_ADMISSIONS[plan.forecast.admission],
+        reason=plan.forecast.reason,
+        need_bytes=plan.forecast.need_bytes,
+        free_bytes=plan.forecast.free_bytes,
     )
 
 
@@ -329,9 +367,31 @@ def write_stats(view: StatsView) -> server_pb.CacheStats:
         write_errors=view.write_errors,
         writes_paused=view.writes_paused,
         last_write_error=view.last_write_error[:_ERROR_CHARS],
+        restoring_rows=view.restoring_rows,
+        prefilling_rows=view.prefilling_rows,
+        decoding_rows=view.decoding_rows,
+        saving_rows=view.saving_rows,
+        completion_tokens=view.completion_tokens,
+        active_bytes=view.active_bytes,
+        active_limit_bytes=view.active_limit_bytes,
+        evictions_by_tier=view.evictions_by_tier,
         images_encoded=view.images_encoded,
         image_bytes=view.image_bytes,
         image_limit_bytes=view.image_limit_bytes,
+    )
+
+
+def write_row(view: RowView) -> server_pb.Row:
+    """A sequence under way."""
+    return server_pb.Row(
+        generation=view.generation,
+        phase=_PHASES[view.phase],
+        parent=view.parent,
+        prompt_tokens=view.prompt_tokens,
+        done_tokens=view.done_tokens,
+        completion_tokens=view.completion_tokens,
+        age=duration(max(0.0, view.age)),
+        priority=view.priority,
     )
 
 

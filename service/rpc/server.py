@@ -26,6 +26,7 @@ from service.config import Config
 from service.core_api import Inference
 from service.rpc import health as health_rpc
 from service.rpc.access import Access
+from service.rpc.counting import CountingInterceptor
 from service.rpc.door import Door
 from service.rpc.health import HealthServicer
 from service.rpc.inference import InferenceServicer
@@ -89,7 +90,10 @@ class RpcServer:
         self._look = asyncio.Event()
         self._health = HealthServicer()
         door = Door(self._access.authenticator, max_calls=config.max_owner_calls, patience=config.request_seconds)
-        self._server = grpc.aio.server(interceptors=[door, ErrorInterceptor()], options=options(config))
+        self._server = grpc.aio.server(
+            interceptors=[door, CountingInterceptor(core.observer), ErrorInterceptor(core.server().instance)],
+            options=options(config),
+        )
         self._socket = UnixSocket(config.unix_socket) if config.unix_socket is not None else None
         self._background: list[asyncio.Task[None]] = []
         inference = InferenceServicer(core, write_stall=config.write_stall_seconds)

@@ -167,6 +167,8 @@ class Peer:
 
     def WatchSnapshots(self, request: Any, context: Any) -> Any:
         """What there is, or with a token nothing; then one of each; then no more until the call ends."""
+        ended = threading.Event()
+        context.add_callback(lambda: (self.ended.append("watch"), ended.set()))
         if not request.resume_token:
             for one in list(self.snapshots.values()):
                 yield snap.WatchSnapshotsResponse(changed=one)
@@ -175,10 +177,7 @@ class Peer:
         yield snap.WatchSnapshotsResponse(resume_token="t3")  # a kind that is not known yet
         gone = snap.Gone(name="snapshots/old-0001", reason=snap.GONE_REASON_EXPIRED)
         yield snap.WatchSnapshotsResponse(gone=gone, resume_token="t4")
-        ended = threading.Event()
-        context.add_callback(ended.set)
         ended.wait(10)
-        self.ended.append("watch")
 
     def UpdateSnapshot(self, request: Any, context: Any) -> Any:
         self.content(request.snapshot.name, context)

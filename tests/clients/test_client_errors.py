@@ -74,6 +74,7 @@ ROWS: list[tuple[str, str, type[e.KVForkError], dict[str, str]]] = [
     ("ABORTED", "", e.Aborted, {}),
     ("INVALID_ARGUMENT", "REQUEST_ID_REUSED", e.RequestIdReused, {}),
     ("RESOURCE_EXHAUSTED", "ACTIVE_MEMORY", e.ActiveMemory, {"needBytes": "9", "limitBytes": "1"}),
+    ("RESOURCE_EXHAUSTED", "WATCH_QUOTA", e.WatchQuota, {"limit": "16"}),
     ("RESOURCE_EXHAUSTED", "IMAGE_MEMORY", e.ImageMemory, {"needBytes": "9", "limitBytes": "1"}),
     ("RESOURCE_EXHAUSTED", "FORK_MEMORY", e.ForkMemory, {"needBytes": "9", "freeBytes": "1"}),
     ("OUT_OF_RANGE", "ROLLBACK_BEYOND_END", e.RollbackBeyondEnd, {"tokenCount": "12"}),

@@ -119,7 +119,7 @@ def test_questions_behind_a_snapshot_compute_the_question_alone(server: LiveServ
     before = encoded(server)
     fork = inference_pb.ForkRequest(
         parent=kept.snapshot.name,
-        branches=[inference_pb.Branch(append=raw(f"Question {n}?")) for n in range(3)],
+        branches=[inference_pb.ForkBranch(append=raw(f"Question {n}?")) for n in range(3)],
     )
     children = server.inference.Fork(fork, timeout=PATIENCE)
     adds_up(children.usage)
@@ -303,9 +303,9 @@ def test_every_wrong_image_is_named_by_its_place(server: LiveServer) -> None:
     refusal = refused(lambda: server.inference.Generate(greedy(pb.Input(chat=chat)), timeout=PATIENCE))
     assert refusal.code == "INVALID_ARGUMENT"
     assert refusal.fields == ("input.chat.messages[1].parts[2].image", "input.chat.messages[1].parts[4].image")
-    append = inference_pb.Branch(append=plain("x", image(b"<svg/>")))
+    append = inference_pb.ForkBranch(append=plain("x", image(b"<svg/>")))
     kept = create(server, raw("x")).snapshot
-    fork = inference_pb.ForkRequest(parent=kept.name, branches=[inference_pb.Branch(), append])
+    fork = inference_pb.ForkRequest(parent=kept.name, branches=[inference_pb.ForkBranch(), append])
     refusal = refused(lambda: server.inference.Fork(fork, timeout=PATIENCE))
     assert (refusal.reason, refusal.fields) == ("IMAGE_UNSUPPORTED", ("branches[1].append.raw.parts[1].image",))
 

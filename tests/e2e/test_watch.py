@@ -18,7 +18,7 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 from kvfork_client import Changed, Gone, GoneReason, SaveOptions, Synced
 
-from tests.e2e.live import PATIENCE, LiveServer, generate, greedy, prompt_of, raw, refusal_of, refused, until
+from tests.e2e.live import PATIENCE, LiveServer, generate, greedy, prompt_of, raw, refused, until
 
 pytestmark = [pytest.mark.mlx]
 
@@ -145,7 +145,7 @@ def narrow() -> Iterator[LiveServer]:
 
 def test_a_reader_that_stops_is_told_that_it_missed_something(narrow: LiveServer) -> None:
     """Its window is filled with real messages; meanwhile the others are served, and nobody holds what it missed."""
-    kept = create(narrow, "flooded-1", labels={f"key-{i}": "x" * 255 for i in range(60)})
+    kept = create(narrow, "flooded-1", labels={f"key-{i}": "x" * 255 for i in range(15)})
     channel = grpc.insecure_channel(narrow.address, options=[("grpc.use_local_subchannel_pool", 1)])
     slow = channel.unary_stream(
         "/kvfork.v1.SnapshotService/WatchSnapshots",
@@ -157,12 +157,9 @@ def test_a_reader_that_stops_is_told_that_it_missed_something(narrow: LiveServer
     token = narrow.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest())
     last = [told(token) for _ in range(2)][-1][2].resume_token
     token.cancel()
-    for _ in range(1500):  # of 16 kB: several times what a window takes
+    for _ in range(6000):  # of 4 kB: several times what a window takes
         narrow.snapshots.ExtendSnapshots(extend)
-    with pytest.raises(grpc.RpcError) as caught:
-        for _ in slow:
-            pass
-    answer = refusal_of(caught.value)
+    answer = refused(lambda: slow)
     assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "WATCH_OVERFLOW")
     channel.close()
     old = refused(lambda: watch(narrow, last))
@@ -236,9 +233,7 @@ def test_a_restart_ends_a_watch_and_its_token_but_not_what_was_durable(tmp_path:
             seen.append(told(stream)[2])
             assert seen[-1].changed.name == made.name
         assert server.terminate() == 0
-        with pytest.raises(grpc.RpcError) as caught:
-            seen += [message.changed for message in stream]  # where its state is
-        answer = refusal_of(caught.value)
+        answer = refused(lambda: stream)
         assert (answer.code, answer.reason) == ("UNAVAILABLE", "SERVER_DRAINING")
     with LiveServer("tiny-gemma3", "--store-dir", str(tmp_path / "s"), wait=False) as server:
         stream = watch(server)  # before the model is there: it waits

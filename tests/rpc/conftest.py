@@ -16,8 +16,9 @@ from kvfork.v1.server_service_pb2_grpc import ServerServiceStub
 from kvfork.v1.snapshot_service_pb2_grpc import SnapshotServiceStub
 
 from kvcache.receipt import Usage
+from service.calls import Calls
 from service.config import Config
-from service.core_api import Inference
+from service.core_api import Inference, Observer
 from service.errors import Draining, ModelNotFound, SnapshotNotFound
 from service.events import (
     Counted,
@@ -32,6 +33,7 @@ from service.events import (
     ModelView,
     Residency,
     RolledBack,
+    RowView,
     ServerView,
     SnapshotView,
     Started,
@@ -39,6 +41,7 @@ from service.events import (
     Timing,
     Watched,
 )
+from service.metering import Meter
 from service.request import (
     CountTokensCall,
     CreateSnapshotCall,
@@ -48,6 +51,7 @@ from service.request import (
     SnapshotChange,
 )
 from service.rpc.server import RpcServer
+from service.tracing import NoTracer, Tracer
 
 LIMITS = LimitsView(
     max_request_bytes=64 * 2**20,
@@ -109,10 +113,18 @@ class ScriptedCore:
         default_factory=lambda: [ModelView(name="models/tiny", state=ModelState.READY, context_tokens=512)]
     )
     limits: LimitsView = LIMITS
+    meter: Meter = field(default_factory=Meter)
+    tracer: Tracer = field(default_factory=NoTracer)
+
+    @property
+    def observer(self) -> Observer:
+        return Calls(self.meter, self.tracer)
+
     alive: bool = True
     draining: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
     running: int = 0  # generations whose iterator is open
+    row_views: list[RowView] = field(default_factory=list)
     watched: Sequence[Watched] = ()
     watches_end: asyncio.Event = field(default_factory=asyncio.Event)
     ended: list[str] = field(default_factory=list)  # how each iterator ended
@@ -239,8 +251,12 @@ class ScriptedCore:
     def stats(self) -> StatsView:
         numbers = {name: number for number, name in enumerate(StatsView.__dataclass_fields__, start=1)}
         texts = {"checkpoint_policy": "marks", "last_write_error": "OSError: no space"}
-        others = {"checkpoints_skipped": {"queue_full": 5}, "writes_paused": True}
+        others = {"checkpoints_skipped": {"queue_full": 5}, "writes_paused": True, "evictions_by_tier": {"disk": 3}}
         return StatsView(**{**numbers, **texts, **others})
+
+    def rows(self, owner: str) -> list[RowView]:
+        self._asked("rows", owner)
+        return self.row_views
 
     def owner_stats(self, owner: str) -> StatsView:
         self._asked("owner_stats", owner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -367,9 +366,7 @@ def test_a_flood_of_pings_ends_its_own_connection():
     async def story() -> None:
         async with serving() as s:
             wire = await Wire.to(s.addresses[0])
-            with contextlib.suppress(ConnectionError):  # the connection may be gone by the last of them
-                for _ in range(10):
-                    await wire.send(frame(PING, b"\x00" * 8))
+            await wire.send(frame(PING, b"\x00" * 8) * 5)
             goaway = await wire.next(GOAWAY)
             assert goaway is None or b"too_many_pings" in goaway[2]  # None: all that was left to see is the reset
             await wire.ended()

@@ -194,7 +194,7 @@ def test_a_watch_writes_each_kind_of_message_and_ends_with_the_server():
             watch = s.snapshots.WatchSnapshots(request)
             told = [await watch.read() for _ in watched]
             assert s.core.calls[-1] == ("watch_snapshots", "local", {"a": "b"}, "t0")
-            stopping = asyncio.ensure_future(s.server.stop(None))
+            stopping = asyncio.ensure_future(s.server.stop(5.0))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await watch.read()
             await stopping

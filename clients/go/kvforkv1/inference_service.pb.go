@@ -2315,19 +2315,20 @@ type Plan struct {
 	// Reading stored state, at the pace of this process so far. Unset until it
 	// has read some.
 	PredictedLoad *durationpb.Duration `protobuf:"bytes,8,opt,name=predicted_load,json=predictedLoad,proto3" json:"predicted_load,omitempty"`
-	// Computing the rest, likewise.
+	// Computing the rest, likewise; images to be encoded come on top.
 	PredictedPrefill *durationpb.Duration `protobuf:"bytes,9,opt,name=predicted_prefill,json=predictedPrefill,proto3" json:"predicted_prefill,omitempty"`
 	// From admission to the first token, were nothing else running: the sum of
 	// both. Unset if a part that is needed is unset.
 	PredictedTtft *durationpb.Duration `protobuf:"bytes,10,opt,name=predicted_ttft,json=predictedTtft,proto3" json:"predicted_ttft,omitempty"`
 	// Whether all branches would be admitted.
 	Admission Admission `protobuf:"varint,11,opt,name=admission,proto3,enum=kvfork.v1.Admission" json:"admission,omitempty"`
-	// Why not at once: an ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL or
-	// CONTEXT_OVERFLOW. Empty: at once.
+	// Why not at once: ROWS_BUSY, OWNER_BUSY (the caller's own limit), or an
+	// ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL, CONTEXT_OVERFLOW or
+	// SNAPSHOT_QUOTA. Empty: at once.
 	Reason string `protobuf:"bytes,12,opt,name=reason,proto3" json:"reason,omitempty"`
 	// Working memory that the branches would reserve together.
 	NeedBytes uint64 `protobuf:"varint,13,opt,name=need_bytes,json=needBytes,proto3" json:"need_bytes,omitempty"`
-	// Of it: not reserved by others now.
+	// Working memory that nobody has reserved now. Told to admins alone.
 	FreeBytes     uint64 `protobuf:"varint,14,opt,name=free_bytes,json=freeBytes,proto3" json:"free_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -1102,7 +1102,9 @@ type Snapshot struct {
 	LastUseTime *timestamppb.Timestamp `protobuf:"bytes,16,opt,name=last_use_time,json=lastUseTime,proto3" json:"last_use_time,omitempty"`
 	// Bytes that would be freed if only this snapshot were deleted.
 	ExclusiveBytes uint64 `protobuf:"varint,17,opt,name=exclusive_bytes,json=exclusiveBytes,proto3" json:"exclusive_bytes,omitempty"`
-	// The one instance where it can be used.
+	// The one instance where it can be used. Sent along as x-kvfork-instance in a
+	// call's metadata, it has every other one refuse with FAILED_PRECONDITION
+	// WRONG_INSTANCE, instead of saying that there is no such snapshot.
 	Instance string `protobuf:"bytes,18,opt,name=instance,proto3" json:"instance,omitempty"`
 	// Calls that read from it at this moment.
 	ActiveUses    uint32 `protobuf:"varint,19,opt,name=active_uses,json=activeUses,proto3" json:"active_uses,omitempty"`

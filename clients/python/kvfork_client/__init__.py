@@ -49,6 +49,7 @@ from .messages import (
     tokens,
 )
 from .values import (
+    Admission,
     CacheStats,
     Changed,
     Channel,
@@ -65,8 +66,11 @@ from .values import (
     MissReason,
     ModelInfo,
     ModelState,
+    Phase,
+    Plan,
     Progress,
     Residency,
+    Row,
     SamplingDefaults,
     ServerInfo,
     SnapshotInfo,
@@ -81,6 +85,7 @@ from .values import (
 from .watching import AsyncWatch, Watch
 
 __all__ = [
+    "Admission",
     "AsyncClient",
     "AsyncGeneration",
     "AsyncSnapshot",
@@ -113,12 +118,15 @@ __all__ = [
     "MissReason",
     "ModelInfo",
     "ModelState",
+    "Phase",
+    "Plan",
     "Progress",
     "RawInput",
     "Release",
     "Residency",
     "Role",
     "Rounding",
+    "Row",
     "Sampling",
     "SamplingDefaults",
     "SaveOptions",

@@ -77,6 +77,26 @@ class GoneReason(WireEnum):
     UNLISTED = 6  # it is there, without the labels that the watch asks for
 
 
+class Admission(WireEnum):
+    """What would become of a call."""
+
+    UNSPECIFIED = 0
+    NOW = 1
+    QUEUED = 2  # taken, and would wait
+    REFUSED = 3
+
+
+class Phase(WireEnum):
+    """Where a sequence is."""
+
+    UNSPECIFIED = 0
+    QUEUED = 1
+    RESTORING = 2
+    PREFILL = 3
+    DECODE = 4
+    SAVING = 5
+
+
 class ModelState(WireEnum):
     """Whether a model can be used."""
 
@@ -305,6 +325,31 @@ class TokenCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a call would meet now: cached + recomputed + new = total. A prediction is None until something was measured.
+
+    `ttft` is from admission, were nothing else running. `reason`: why it would not begin at once.
+    """
+
+    total_tokens: int
+    cached_tokens: int = 0
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    recomputed_tokens: int = 0
+    new_tokens: int = 0
+    miss_reason: MissReason = MissReason.NONE
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    load: float | None = None
+    prefill: float | None = None
+    ttft: float | None = None
+    admission: Admission = Admission.UNSPECIFIED
+    reason: str = ""
+    need_bytes: int = 0
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
     """What a model uses where a request leaves a knob unset; None: the server does not say."""
 
@@ -364,6 +409,20 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A sequence of the caller's that runs or waits."""
+
+    generation: str = ""  # empty for a snapshot being made
+    phase: Phase = Phase.UNSPECIFIED
+    parent: str = ""
+    prompt_tokens: int = 0
+    done_tokens: int = 0
+    completion_tokens: int = 0
+    age: float = 0.0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
     """Scheduler, memory and store in numbers; counters run since the server started."""
 
@@ -392,6 +451,15 @@ class CacheStats:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    restoring_rows: int = 0
+    prefilling_rows: int = 0
+    decoding_rows: int = 0
+    saving_rows: int = 0
+    completion_tokens: int = 0
+    active_bytes: int = 0  # reserved by running sequences
+    active_limit_bytes: int = 0
+    evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()  # the caller's own, oldest first
     owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's
     images_encoded: int = 0
     image_bytes: int = 0

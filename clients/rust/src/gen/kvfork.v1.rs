@@ -220,7 +220,9 @@ pub struct Snapshot {
     /// Bytes that would be freed if only this snapshot were deleted.
     #[prost(uint64, tag = "17")]
     pub exclusive_bytes: u64,
-    /// The one instance where it can be used.
+    /// The one instance where it can be used. Sent along as x-kvfork-instance in a
+    /// call's metadata, it has every other one refuse with FAILED_PRECONDITION
+    /// WRONG_INSTANCE, instead of saying that there is no such snapshot.
     #[prost(string, tag = "18")]
     pub instance: ::prost::alloc::string::String,
     /// Calls that read from it at this moment.
@@ -1039,7 +1041,7 @@ pub struct Plan {
     /// has read some.
     #[prost(message, optional, tag = "8")]
     pub predicted_load: ::core::option::Option<::prost_types::Duration>,
-    /// Computing the rest, likewise.
+    /// Computing the rest, likewise; images to be encoded come on top.
     #[prost(message, optional, tag = "9")]
     pub predicted_prefill: ::core::option::Option<::prost_types::Duration>,
     /// From admission to the first token, were nothing else running: the sum of
@@ -1049,14 +1051,15 @@ pub struct Plan {
     /// Whether all branches would be admitted.
     #[prost(enumeration = "Admission", tag = "11")]
     pub admission: i32,
-    /// Why not at once: an ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL or
-    /// CONTEXT_OVERFLOW. Empty: at once.
+    /// Why not at once: ROWS_BUSY, OWNER_BUSY (the caller's own limit), or an
+    /// ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL, CONTEXT_OVERFLOW or
+    /// SNAPSHOT_QUOTA. Empty: at once.
     #[prost(string, tag = "12")]
     pub reason: ::prost::alloc::string::String,
     /// Working memory that the branches would reserve together.
     #[prost(uint64, tag = "13")]
     pub need_bytes: u64,
-    /// Of it: not reserved by others now.
+    /// Working memory that nobody has reserved now. Told to admins alone.
     #[prost(uint64, tag = "14")]
     pub free_bytes: u64,
 }

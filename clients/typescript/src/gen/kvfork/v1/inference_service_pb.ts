@@ -1177,7 +1177,7 @@ export type Plan = Message<"kvfork.v1.Plan"> & {
   predictedLoad?: Duration | undefined;
 
   /**
-   * Computing the rest, likewise.
+   * Computing the rest, likewise; images to be encoded come on top.
    *
    * @generated from field: google.protobuf.Duration predicted_prefill = 9;
    */
@@ -1199,8 +1199,9 @@ export type Plan = Message<"kvfork.v1.Plan"> & {
   admission: Admission;
 
   /**
-   * Why not at once: an ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL or
-   * CONTEXT_OVERFLOW. Empty: at once.
+   * Why not at once: ROWS_BUSY, OWNER_BUSY (the caller's own limit), or an
+   * ErrorInfo reason such as ACTIVE_MEMORY, QUEUE_FULL, CONTEXT_OVERFLOW or
+   * SNAPSHOT_QUOTA. Empty: at once.
    *
    * @generated from field: string reason = 12;
    */
@@ -1214,7 +1215,7 @@ export type Plan = Message<"kvfork.v1.Plan"> & {
   needBytes: bigint;
 
   /**
-   * Of it: not reserved by others now.
+   * Working memory that nobody has reserved now. Told to admins alone.
    *
    * @generated from field: uint64 free_bytes = 14;
    */

@@ -537,7 +537,9 @@ export type Snapshot = Message$1<"kvfork.v1.Snapshot"> & {
   exclusiveBytes: bigint;
 
   /**
-   * The one instance where it can be used.
+   * The one instance where it can be used. Sent along as x-kvfork-instance in a
+   * call's metadata, it has every other one refuse with FAILED_PRECONDITION
+   * WRONG_INSTANCE, instead of saying that there is no such snapshot.
    *
    * @generated from field: string instance = 18;
    */
