@@ -61,7 +61,8 @@ def _checks(server: Server, count: int) -> list[float]:
     took = []
     with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         stub, request = HealthStub(channel), health_pb2.HealthCheckRequest(service=SERVICE)
-        stub.Check(request, wait_for_ready=True)
+        while stub.Check(request, wait_for_ready=True).status != health_pb2.HealthCheckResponse.SERVING:
+            time.sleep(0.05)  # the model is loaded a moment before health has heard of it
         for _ in range(count):
             began = time.perf_counter()
             status = stub.Check(request, timeout=60).status

@@ -28,9 +28,12 @@ from kvfork.v1 import types_pb2 as types
 
 from service.auth.tokens import new_token
 from tests.conformance.scenarios import ROOT
+from tests.e2e.live import LiveServer
 
 ANSWER = "four words and more"
 MODEL = "tiny-llama"  # of the secured server; it is asked nothing that needs it
+
+SEEING_MODEL = "tiny-qwen3_5-vl"
 
 
 class Peer(Protocol):
@@ -136,6 +139,20 @@ class SecuredServer:
         return {}
 
 
+class SeeingServer:
+    """A server on a model that sees images."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._server = LiveServer(SEEING_MODEL)
+        given["peer"] = self._server.address
+
+    def close(self) -> None:
+        self._server.close()
+
+    def counted(self) -> dict[str, int]:
+        return {}
+
+
 def _certificates(host: str) -> tuple[bytes, bytes, bytes]:
     """A host's key, its certificate, and the root that signed it, all PEM, good for an hour."""
     root_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
@@ -164,4 +181,8 @@ def _certificates(host: str) -> tuple[bytes, bytes, bytes]:
     return private, signed(name, key.public_key(), is_root=False), root
 
 
-PEERS: dict[str, Callable[[dict[str, Any]], Peer]] = {"failing": FailingPeer, "secured": SecuredServer}
+PEERS: dict[str, Callable[[dict[str, Any]], Peer]] = {
+    "failing": FailingPeer,
+    "secured": SecuredServer,
+    "seeing": SeeingServer,
+}

@@ -18,6 +18,7 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
 from service.models import resolve
+from service.models.folder import MANIFEST
 from tests.e2e.live import PATIENCE, LiveServer, answer_of, chat, generate, greedy, prompt_of, raw, refusal_of, refused
 
 pytestmark = [pytest.mark.mlx]
@@ -196,6 +197,7 @@ def with_template(folder: Path, template: str | None) -> Path:
     """A copy of a tiny model with another chat template, or none."""
     shutil.copytree(resolve("tiny-llama"), folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / MANIFEST).unlink()  # it has checksums of the files as they were
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     settings.pop("chat_template", None)

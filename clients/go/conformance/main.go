@@ -5,6 +5,7 @@ package main
 import (
 	"bufio"
 	"context"
+	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
@@ -27,21 +28,23 @@ import (
 )
 
 type given struct {
-	Address, Peer, Prompt, Missing, Model, Word, CA, Token, Socket string
-	Times                                                          int
-	Appends                                                        []string
-	MaxTokens                                                      int     `json:"max_tokens"`
-	MarkAt                                                         int     `json:"mark_at"`
-	CutAt                                                          int     `json:"cut_at"`
-	AfterDeltas                                                    int     `json:"after_deltas"`
-	Words                                                          int     `json:"words"`
-	TooManyWords                                                   int     `json:"too_many_words"`
-	TTLSeconds                                                     int64   `json:"ttl_seconds"`
-	WaitSeconds                                                    float64 `json:"wait_seconds"`
-	PauseSeconds                                                   float64 `json:"pause_seconds"`
-	TimeoutSeconds                                                 float64 `json:"timeout_seconds"`
-	UnknownToken                                                   string  `json:"unknown_token"`
-	SnapshotID                                                     string  `json:"snapshot_id"`
+	Address, Peer, Prompt, Missing, Model, Word, CA, Token, Socket, Question string
+	Times                                                                    int
+	Appends                                                                  []string
+	MaxTokens                                                                int     `json:"max_tokens"`
+	MarkAt                                                                   int     `json:"mark_at"`
+	CutAt                                                                    int     `json:"cut_at"`
+	AfterDeltas                                                              int     `json:"after_deltas"`
+	Words                                                                    int     `json:"words"`
+	TooManyWords                                                             int     `json:"too_many_words"`
+	TTLSeconds                                                               int64   `json:"ttl_seconds"`
+	WaitSeconds                                                              float64 `json:"wait_seconds"`
+	PauseSeconds                                                             float64 `json:"pause_seconds"`
+	TimeoutSeconds                                                           float64 `json:"timeout_seconds"`
+	UnknownToken                                                             string  `json:"unknown_token"`
+	WordsBefore                                                              string  `json:"words_before"`
+	PNG                                                                      []byte  `json:"png_base64"`
+	SnapshotID                                                               string  `json:"snapshot_id"`
 }
 
 type seen = map[string]any
@@ -52,7 +55,7 @@ var plays = map[string]play{
 	"stream": stream, "marks": marks, "fork": fork, "rollback-exact": rollbackExact, "rollback-down": rollbackDown,
 	"errors": failures, "expired": expired, "stop": stop, "cancel-prefill": cancelPrefill, "cancel-decode": cancelDecode,
 	"deadline": deadline, "save-on-cancel": saveOnCancel, "abandoned": abandoned, "slow-reader": slowReader,
-	"big-message": bigMessage, "retry": retry, "socket": socket, "secured": secured, "drain": drain,
+	"big-message": bigMessage, "image": image, "retry": retry, "socket": socket, "secured": secured, "drain": drain,
 }
 
 // ask is a request for exactly as many tokens as are given, whatever the model says.
@@ -487,6 +490,36 @@ func bigMessage(ctx context.Context, c *kvfork.Client, g given) (seen, error) {
 	return seen{
 		"text_came_back": strings.HasSuffix(counted.Text, text), "reply_over_4_mib": len(counted.Text) > 4<<20,
 		"over_limit": told(over),
+	}, nil
+}
+
+func image(ctx context.Context, _ *kvfork.Client, g given) (seen, error) {
+	c, err := kvfork.Dial(g.Peer)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	words := kvfork.TextPart(g.WordsBefore)
+	kept, err := c.CreateSnapshot(ctx, &pb.CreateSnapshotRequest{Input: kvfork.Raw(words, kvfork.ImagePart(g.PNG))})
+	if err != nil {
+		return nil, err
+	}
+	digest := sha256.Sum256(g.PNG)
+	known := &pb.Part{Kind: &pb.Part_Image{Image: &pb.Image{Source: &pb.Image_Sha256{Sha256: digest[:]}}}}
+	again, err := c.CountTokens(ctx, &pb.CountTokensRequest{Input: kvfork.Raw(words, known)})
+	if err != nil {
+		return nil, err
+	}
+	result, err := kept.Generate(ctx, ask(g, g.Question)).Result()
+	if err != nil {
+		return nil, err
+	}
+	_, no := c.CreateSnapshot(ctx, &pb.CreateSnapshotRequest{Input: kvfork.Raw(kvfork.ImagePart([]byte("no picture")))})
+	return seen{
+		"spans": len(kept.Info.ImageSpans), "image_tokens_counted": kept.Usage.ImageTokens > 0,
+		"known_by_digest":   int(again.TotalTokens) == kept.TokenCount(),
+		"recomputed_tokens": result.Usage().RecomputedTokens, "completion_tokens": result.Usage().CompletionTokens,
+		"no_picture": told(no),
 	}, nil
 }
 

@@ -5,7 +5,9 @@ A scenario comes as one JSON line on stdin, what was seen goes as one JSON line 
 
 from __future__ import annotations
 
+import base64
 import gc
+import hashlib
 import json
 import sys
 import time
@@ -18,6 +20,7 @@ from kvfork_client import (
     Client,
     Delta,
     Generation,
+    Image,
     KVForkError,
     Mark,
     Progress,
@@ -30,6 +33,7 @@ from kvfork_client import (
     Stopping,
     Tls,
     Usage,
+    raw,
 )
 
 Given = Mapping[str, Any]
@@ -327,6 +331,25 @@ def big_message(client: Client, given: Given) -> dict[str, Any]:
     }
 
 
+def image(_: Client, given: Given) -> dict[str, Any]:
+    file = base64.b64decode(given["png_base64"])
+    with Client(given["peer"], timeout=60) as client:
+        kept = client.create_snapshot(raw(given["words_before"], Image(data=file)))
+        known = raw(given["words_before"], Image(sha256=hashlib.sha256(file).digest()))
+        again = client.count_tokens(known)
+        result = kept.generate(given["question"], stopping=length(given["max_tokens"])).result()
+        no_picture = failure(lambda: client.create_snapshot(raw(Image(data=b"no picture"))))
+    assert kept.usage is not None
+    return {
+        "spans": len(kept.info.image_spans),
+        "image_tokens_counted": kept.usage.image_tokens > 0,
+        "known_by_digest": again.total_tokens == kept.token_count,
+        "recomputed_tokens": result.usage.recomputed_tokens,
+        "completion_tokens": result.usage.completion_tokens,
+        "no_picture": {"code": code(no_picture), "reason": no_picture.reason},
+    }
+
+
 def retry(_: Client, given: Given) -> dict[str, Any]:
     with Client(given["peer"], timeout=30) as client:
         before = client.generate(given["prompt"]).result()
@@ -403,6 +426,7 @@ PLAYS: dict[str, Callable[[Client, Given], dict[str, Any]]] = {
     "abandoned": abandoned,
     "slow-reader": slow_reader,
     "big-message": big_message,
+    "image": image,
     "retry": retry,
     "socket": socket,
     "secured": secured,

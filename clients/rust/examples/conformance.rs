@@ -3,14 +3,17 @@
 
 use std::{collections::HashSet, error::Error as StdError, io::BufRead, time::Duration};
 
+use base64::{Engine, prelude::BASE64_STANDARD as BASE64};
 use kvfork::{
     Client, Code, Error, Generation, Snapshot, Target, input,
     v1::{
-        CountTokensRequest, CreateSnapshotRequest, Delta, FinishReason, Finished, GenerateRequest, OutputOptions,
-        Release, RollbackRequest, Rounding, Sampling, SnapshotOptions, Stopping, Usage, generate_response::Event,
+        CountTokensRequest, CreateSnapshotRequest, Delta, FinishReason, Finished, GenerateRequest, Image,
+        OutputOptions, Part, Release, RollbackRequest, Rounding, Sampling, SnapshotOptions, Stopping, Usage,
+        generate_response::Event, image, part,
     },
 };
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 use tokio::time::sleep;
 
 type Seen = Result<Value, Box<dyn StdError>>;
@@ -389,6 +392,28 @@ async fn big_message(client: &Client, given: &Given) -> Seen {
     }))
 }
 
+async fn image(_: &Client, given: &Given) -> Seen {
+    let client = Client::new(given.text("peer"))?;
+    let file = BASE64.decode(given.text("png_base64"))?;
+    let showing = |picture| Some(input::raw([input::text_part(given.text("words_before")), picture]));
+    let request = CreateSnapshotRequest { input: showing(input::image(file.as_slice())), ..Default::default() };
+    let kept = client.create_snapshot(request).await?;
+    let source = Some(image::Source::Sha256(Sha256::digest(&file).to_vec()));
+    let known = Part { kind: Some(part::Kind::Image(Image { source, ..Default::default() })), ..Default::default() };
+    let again = client.count_tokens(CountTokensRequest { input: showing(known), ..Default::default() }).await?;
+    let result = whole(kept.generate(given.ask(given.text("question"))).await).await?;
+    let request = CreateSnapshotRequest { input: Some(input::raw([input::image("no picture")])), ..Default::default() };
+    let no = failed(client.create_snapshot(request).await)?;
+    Ok(json!({
+        "spans": kept.info.image_spans.len(),
+        "image_tokens_counted": kept.usage.is_some_and(|usage| usage.image_tokens > 0),
+        "known_by_digest": again.total_tokens == kept.token_count(),
+        "recomputed_tokens": result.usage.recomputed_tokens,
+        "completion_tokens": result.usage.completion_tokens,
+        "no_picture": told(&no),
+    }))
+}
+
 async fn retry(_: &Client, given: &Given) -> Seen {
     let client = Client::new(given.text("peer"))?;
     let request = GenerateRequest { input: Some(input::text(given.text("prompt"))), ..Default::default() };
@@ -474,6 +499,7 @@ async fn play(scenario: &str, client: &Client, given: &Given) -> Seen {
         "abandoned" => abandoned(client, given).await,
         "slow-reader" => slow_reader(client, given).await,
         "big-message" => big_message(client, given).await,
+        "image" => image(client, given).await,
         "retry" => retry(client, given).await,
         "socket" => socket(client, given).await,
         #[cfg(feature = "tls")]

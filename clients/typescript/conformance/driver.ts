@@ -2,24 +2,31 @@
  * Plays the scenarios of clients/conformance with the TypeScript client: node driver.js ADDRESS. A scenario comes as one
  * JSON line on stdin, what was seen goes as one JSON line to stdout.
  */
+import { createHash } from "node:crypto";
 import { readFile } from "node:fs/promises";
 import { createInterface } from "node:readline";
 import { setTimeout as sleep } from "node:timers/promises";
+import { create } from "@bufbuild/protobuf";
 import {
   afterTokens,
   Client,
   type Generation,
   greedy,
   KvforkError,
+  image,
   promptEnd,
+  raw,
   type Snapshot,
   text,
 } from "../src/index.js";
-import { type Delta, type Finished, FinishReason, Release, Rounding, type Usage } from "../src/v1.js";
+import { type Delta, type Finished, FinishReason, PartSchema, Release, Rounding, type Usage } from "../src/v1.js";
 
 interface Given {
   address: string;
   peer: string;
+  words_before: string;
+  png_base64: string;
+  question: string;
   ca: string;
   socket: string;
   token: string;
@@ -323,6 +330,28 @@ const plays: Record<string, (client: Client, given: Given) => Promise<Seen>> = {
       text_came_back: counted.text.endsWith(long),
       reply_over_4_mib: counted.text.length > 4 * 2 ** 20,
       over_limit: told(over),
+    };
+  },
+
+  async image(_, given) {
+    await using client = new Client(given.peer);
+    const file = new Uint8Array(Buffer.from(given.png_base64, "base64"));
+    const kept = await client.createSnapshot({ input: raw(given.words_before, image(file)) });
+    const sha256 = new Uint8Array(createHash("sha256").update(file).digest());
+    const known = create(PartSchema, {
+      kind: { case: "image", value: { source: { case: "sha256", value: sha256 } } },
+    });
+    const again = await client.countTokens({ input: raw(given.words_before, known) });
+    const result = await kept.generate(ask(given, given.question)).result();
+    const nothing = new TextEncoder().encode("no picture");
+    const no = await failure(client.createSnapshot({ input: raw(image(nothing)) }));
+    return {
+      spans: kept.info.imageSpans.length,
+      image_tokens_counted: kept.usage!.imageTokens > 0,
+      known_by_digest: again.totalTokens === kept.tokenCount,
+      recomputed_tokens: result.usage!.recomputedTokens,
+      completion_tokens: result.usage!.completionTokens,
+      no_picture: told(no),
     };
   },
 

@@ -8,6 +8,7 @@ import static kvfork.client.Inputs.text;
 
 import com.google.gson.Gson;
 import com.google.gson.JsonObject;
+import com.google.protobuf.ByteString;
 import com.google.protobuf.Duration;
 import io.grpc.TlsChannelCredentials;
 import java.io.BufferedReader;
@@ -16,7 +17,9 @@ import java.io.InputStreamReader;
 import java.io.PrintWriter;
 import java.io.StringWriter;
 import java.nio.charset.StandardCharsets;
+import java.security.MessageDigest;
 import java.util.ArrayList;
+import java.util.Base64;
 import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
@@ -25,6 +28,7 @@ import java.util.concurrent.Future;
 import java.util.stream.StreamSupport;
 import kvfork.client.Client;
 import kvfork.client.Generation;
+import kvfork.client.Inputs;
 import kvfork.client.KvforkException;
 import kvfork.client.Snapshot;
 import kvfork.v1.CountTokensRequest;
@@ -32,7 +36,9 @@ import kvfork.v1.CreateSnapshotRequest;
 import kvfork.v1.Delta;
 import kvfork.v1.Finished;
 import kvfork.v1.GenerateRequest;
+import kvfork.v1.Image;
 import kvfork.v1.OutputOptions;
+import kvfork.v1.Part;
 import kvfork.v1.Release;
 import kvfork.v1.RollbackRequest;
 import kvfork.v1.Rounding;
@@ -71,6 +77,7 @@ public final class Driver {
           Map.entry("abandoned", Driver::abandoned),
           Map.entry("slow-reader", Driver::slowReader),
           Map.entry("big-message", Driver::bigMessage),
+          Map.entry("image", Driver::image),
           Map.entry("retry", Driver::retry),
           Map.entry("socket", Driver::socket),
           Map.entry("secured", Driver::secured),
@@ -427,6 +434,29 @@ public final class Driver {
         "text_came_back", counted.getText().endsWith(words),
         "reply_over_4_mib", counted.getText().length() > 4 << 20,
         "over_limit", told(over));
+  }
+
+  private static Map<String, Object> image(Client unused, Given given) throws Exception {
+    byte[] file = Base64.getDecoder().decode(given.text("png_base64"));
+    Part words = Inputs.textPart(given.text("words_before"));
+    try (Client client = Client.connect(given.text("peer"))) {
+      var showing = CreateSnapshotRequest.newBuilder().setInput(Inputs.raw(words, Inputs.image(file)));
+      Snapshot kept = client.createSnapshot(showing.build());
+      var digest = ByteString.copyFrom(MessageDigest.getInstance("SHA-256").digest(file));
+      Part known = Part.newBuilder().setImage(Image.newBuilder().setSha256(digest)).build();
+      var again = client.countTokens(CountTokensRequest.newBuilder().setInput(Inputs.raw(words, known)).build());
+      var result = kept.generate(given.ask(given.text("question")).build()).result();
+      byte[] nothing = "no picture".getBytes(StandardCharsets.UTF_8);
+      var wrong = CreateSnapshotRequest.newBuilder().setInput(Inputs.raw(Inputs.image(nothing)));
+      KvforkException no = failure(() -> client.createSnapshot(wrong.build()));
+      return seen(
+          "spans", kept.info().getImageSpansCount(),
+          "image_tokens_counted", kept.usage().getImageTokens() > 0,
+          "known_by_digest", again.getTotalTokens() == kept.tokenCount(),
+          "recomputed_tokens", result.usage().getRecomputedTokens(),
+          "completion_tokens", result.usage().getCompletionTokens(),
+          "no_picture", told(no));
+    }
   }
 
   private static Map<String, Object> retry(Client unused, Given given) throws Exception {
