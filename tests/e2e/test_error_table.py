@@ -19,7 +19,7 @@ from kvfork.v1 import types_pb2 as pb
 
 from service.models import resolve
 from service.models.folder import MANIFEST
-from tests.e2e.live import PATIENCE, LiveServer, answer_of, chat, generate, greedy, prompt_of, raw, refused
+from tests.e2e.live import PATIENCE, LiveServer, answer_of, chat, generate, greedy, prompt_of, raw, refusal_of, refused
 
 pytestmark = [pytest.mark.mlx]
 
@@ -171,11 +171,23 @@ def test_a_request_that_failed_or_was_cancelled_may_be_made_again(server: LiveSe
         assert refused(lambda: server.inference.Rollback(missing)).reason == "SNAPSHOT_NOT_FOUND"
     request = greedy(raw("Once"), tokens=ENDLESS, request_id=str(uuid.uuid4()))
     for _ in range(2):
-        stream = server.inference.Generate(request, timeout=PATIENCE)
-        next(stream)
+        stream = begun(server, request)
         stream.cancel()
         server.idle()
-        time.sleep(0.05)  # the server hears of the end of a stream behind the end of its row
+
+
+def begun(server: LiveServer, request: inference_pb.GenerateRequest) -> grpc.Call:
+    """A stream that has begun, as soon as the server has heard of the end of the one before it."""
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        stream = server.inference.Generate(request, timeout=PATIENCE)
+        try:
+            next(stream)
+            return stream
+        except grpc.RpcError as error:
+            if refusal_of(error).reason != "REQUEST_IN_PROGRESS" or time.monotonic() > give_up:
+                raise
+        time.sleep(0.01)
 
 
 # -- templates ------------------------------------------------------------------------------------------------------

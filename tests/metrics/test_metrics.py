@@ -253,7 +253,7 @@ def test_a_page_that_cannot_be_made_is_an_error_and_the_listener_goes_on() -> No
 
 def test_clients_that_only_connect_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.metrics.http.CONNECTIONS", 2)
-    monkeypatch.setattr("service.metrics.http.REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr("service.metrics.http.REQUEST_SECONDS", 1.0)
 
     async def story() -> tuple[bytes, list[bytes], bytes]:
         server = MetricsServer(lambda: b"x 1\n", CONTENT_TYPE)
