@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -70,7 +71,11 @@ class TextCalls:
     def __init__(self, model) -> None:
         self._model = model
         self.alone = PADDING_MATTERS.get(type(model).__module__, "")
-        self._last_position = last_position(model)
+
+    @cached_property
+    def _last_position(self):
+        # Found out by calling the model: not before its caches are known to have policies.
+        return last_position(self._model)
 
     def caches(self) -> list:
         return make_prompt_cache(self._model)

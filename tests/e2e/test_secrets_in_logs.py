@@ -86,7 +86,7 @@ def calls(server: LiveServer) -> dict[str, Any]:
     """Calls with a marked word in every place that takes one; by name."""
     inference, snapshots = server.inference, server.snapshots
     options = pb.SnapshotOptions(
-        snapshot_id=f"{MARK.lower()}-id", labels={f"{MARK}-key": marked("value")}, durability=pb.DURABILITY_DISK
+        snapshot_id="named-by-its-caller", labels={f"{MARK}-key": marked("value")}, durability=pb.DURABILITY_DISK
     )
     text = raw(marked("prompt") + " " + marked("more"))
     name = f"snapshots/{options.snapshot_id}"
