@@ -1,5 +1,6 @@
-"""What callers send stays out of the log: marked prompts, tokens, labels and names in calls that work and calls that
-fail, at debug level, and then a search of all that the process has said."""
+"""What callers send stays out of the log: marked prompts, tokens, labels and unknown names in calls that work and calls
+that fail, at debug level, and then a search of all that the process has said. Names of snapshots that there are belong
+there: without them nobody could tell from a log what happened to which."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def calls(server: LiveServer) -> dict[str, Any]:
     """Calls with a marked word in every place that takes one; by name."""
     inference, snapshots = server.inference, server.snapshots
     options = pb.SnapshotOptions(
-        snapshot_id="named-by-its-caller", labels={f"{MARK}-key": marked("value")}, durability=pb.DURABILITY_DISK
+        snapshot_id=f"named-{uuid.uuid4().hex}", labels={f"{MARK}-key": marked("value")}, durability=pb.DURABILITY_DISK
     )
     text = raw(marked("prompt") + " " + marked("more"))
     name = f"snapshots/{options.snapshot_id}"
