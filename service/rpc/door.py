@@ -23,7 +23,7 @@ from service.auth.authenticator import Authenticator
 from service.auth.callers import Caller
 from service.errors import CallError, CallQuota, InvalidField, SlowSender, Unauthenticated
 from service.rpc.caller import CALLER
-from service.rpc.interceptor import UNREADABLE, tolerant
+from service.rpc.interceptor import UNREADABLE, leave, tolerant
 from service.rpc.status import status_of
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Door(grpc.aio.ServerInterceptor):
         # As a method that streams requests: gRPC would read the message of any other kind before it asks the handler.
         async def refuse(messages: object, context: Context) -> None:
             self._strangers.tell(error, context.peer())
-            await context.abort_with_status(status_of(error))
+            await leave(context, status_of(error))
 
         return _streaming(refuse)
 
@@ -100,7 +100,7 @@ class Door(grpc.aio.ServerInterceptor):
                 status = status_of(error)
             except CallError as error:
                 status = status_of(error)
-            await context.abort_with_status(status)
+            await leave(context, status)
 
         return serve
 

@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -101,9 +102,24 @@ def _guarded(handler: Callable[..., Any], method: str, instance: str) -> Any:
         except Exception as error:  # ours or a bug: either way its status is all that may leave
             status = _status_for(error, request, method)
         # Outside of the except clause: should the abort fail as well, grpc logs it with all that it came after.
-        return await context.abort_with_status(status)
+        return await leave(context, status)
 
     return guarded
+
+
+async def leave(context: Context, status: grpc.Status) -> NoReturn:
+    """Ends the call with `status`. Never returns.
+
+    Where the call has ended under it, by its deadline for one, gRPC cannot send any more, and nobody hears: that is a
+    cancellation like any other and no error of the server's.
+    """
+    try:
+        await context.abort_with_status(status)
+    except Exception as error:
+        if type(error).__name__ != "ExecuteBatchError":  # gRPC's own, without a public name
+            raise
+        raise asyncio.CancelledError from None
+    raise AssertionError("an abort raises")
 
 
 def _status_for(error: Exception, request: object, method: str) -> grpc.Status:
