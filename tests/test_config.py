@@ -182,7 +182,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
     ],
 )
 def test_metrics_are_on_loopback_unless_a_host_is_named(address: str, parts: tuple[str, int]):
-    assert settings.split_metrics_address(address) == parts
+    assert settings.split_page_address("metrics", address) == parts
 
 
 @pytest.mark.parametrize("address", ["9464", "example.org:9464", ":port", ":70000", "[::1]"])
