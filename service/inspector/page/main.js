@@ -98,7 +98,7 @@ function choose(name) {
   say("");
   if (name) {
     const known = snapshots.get(name);
-    if (known) by("cut").value = Math.max(1, known.tokenCount - 1);
+    by("cut").value = known ? Math.max(1, known.tokenCount - 1) : ""; // else as soon as the watch tells of it
     textOf(name, 2048).then(
       ({ text }) => name === chosen && (by("text").textContent = text),
       (error) => name === chosen && (by("text").textContent = String(error)),

@@ -23,6 +23,7 @@ export const seconds = (duration) => (typeof duration === "string" ? parseFloat(
 
 export function span(duration) {
   const s = seconds(duration);
+  if (s < 1) return `${Math.round(s * 1000)} ms`;
   if (s < 10) return `${s.toFixed(1)} s`;
   if (s < 120) return `${Math.round(s)} s`;
   if (s < 7200) return `${Math.round(s / 60)} min`;
