@@ -65,6 +65,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             limits=CacheLimits(
                 max_snapshots=config.max_snapshots,
                 max_pinned=config.max_pinned,
+                max_pinned_bytes=config.max_pinned_bytes,
                 default_ttl=config.default_ttl,
                 max_ttl=config.max_ttl,
             ),

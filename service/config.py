@@ -91,6 +91,7 @@ class Config:
     max_fork_branches: int = 64
     max_snapshots: int = 10_000
     max_pinned: int = 1_000
+    max_pinned_bytes: int | None = None  # None: no limit
     max_watches: int = 16
     default_ttl: float = 3600.0
     max_ttl: float = 7 * 86400.0
@@ -161,8 +162,9 @@ class Config:
             raise ConfigError(str(error)) from None
         if self.snapshot_wait < 0:
             raise ConfigError("snapshot_wait: must not be negative")
-        if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
-            raise ConfigError("daily_write_bytes: must not be negative")
+        for name in ("daily_write_bytes", "max_pinned_bytes"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative")
         for name in ("write_stall_seconds", "watchdog_seconds", "token_refresh", "request_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
@@ -524,6 +526,13 @@ OPTIONS = (
     Option("max_fork_branches", _parse_count, "N", "most children of one Fork"),
     Option("max_snapshots", _parse_count, "N", "most snapshots of one caller"),
     Option("max_pinned", _parse_count, "N", "most of them pinned, which neither time nor memory pressure removes"),
+    Option(
+        "max_pinned_bytes",
+        parse_size,
+        "SIZE",
+        "most model state that the pinned snapshots of one caller keep, in memory and on disk, shared prefixes once "
+        "(default: no limit)",
+    ),
     Option("max_watches", _parse_count, "N", "most snapshot watches of one caller at a time"),
     Option(
         "default_ttl",
