@@ -96,9 +96,19 @@ class RpcServer:
         self._access = access or Access(config)
         self._look = asyncio.Event()
         self._health = HealthServicer()
-        door = Door(self._access.authenticator, max_calls=config.max_owner_calls, patience=config.request_seconds)
+        observer = core.observer
+        door = Door(
+            self._access.authenticator,
+            observer.refused,
+            max_calls=config.max_owner_calls,
+            patience=config.request_seconds,
+        )
         self._server = grpc.aio.server(
-            interceptors=[door, CountingInterceptor(core.observer), ErrorInterceptor(core.server().instance)],
+            interceptors=[
+                door,
+                CountingInterceptor(observer),
+                ErrorInterceptor(core.server().instance, observer.refused),
+            ],
             options=options(config),
         )
         self._sockets = [UnixSocket(path) for path in (config.unix_socket, inner) if path is not None]
