@@ -12,7 +12,7 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
 from service.auth.tokens import new_token
-from tests.e2e.live import PATIENCE, LiveServer, ServerDidNotStart, chat, greedy, prompt_of, raw, until
+from tests.e2e.live import PATIENCE, LiveServer, chat, greedy, prompt_of, raw, until
 from tests.inspector.browser import Page
 
 pytestmark = [pytest.mark.mlx]
@@ -170,13 +170,6 @@ def test_text_is_that_of_a_snapshots_own_part(house: House) -> None:
     assert text_of(children[0].name) == (0, f"{whole} there was.")
     bytes_alone = create(inference_pb.CreateSnapshotRequest(input=raw(prompt_of(40)))).snapshot
     assert text_of(bytes_alone.name)[0] == 0
-
-
-def test_an_address_that_is_taken_is_told(house: House) -> None:
-    port = house.pages["ops"].url.rstrip("/").rpartition(":")[2]
-    with pytest.raises(ServerDidNotStart) as caught:
-        LiveServer("tiny-llama", "--inspector", f":{port}").close()
-    assert f"cannot listen on :{port} for the inspector" in caught.value.log
 
 
 def test_what_the_page_asks_for_counts_and_is_logged_as_any_call_is(house: House) -> None:

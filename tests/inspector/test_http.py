@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from service import app
 from service.auth.tokens import new_token
 from service.config import Config
 from service.errors import SnapshotInUse, SnapshotNotFound
@@ -412,3 +413,18 @@ def test_the_end_of_the_server_ends_every_connection(caplog: pytest.LogCaptureFi
 
     run(story)
     assert caplog.records == []
+
+
+def test_an_address_that_is_taken_is_told():
+    async def story() -> None:
+        async with inspected() as (page, _):
+            where = page.url.removeprefix("http://").rstrip("/")
+            config = Config(address="127.0.0.1:0", inspector=where)
+            with pytest.raises(app.CannotStart, match=f"cannot listen on {where} for the inspector"):
+                await app._inspector(config, Access(config))
+            free = Config(address="127.0.0.1:0", inspector="localhost:0")
+            inspector = await app._inspector(free, Access(free))
+            assert inspector is not None
+            await inspector.close()
+
+    run(story)
