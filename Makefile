@@ -12,7 +12,7 @@ PROTOS := types inference_service snapshot_service server_service
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
+.PHONY: help setup demo serve chat test test-slow soak fuzz fuzz-rpc families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
         bench clean
 
 help: ## Show this list
@@ -49,6 +49,9 @@ soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant
 
 fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
 	$(BIN)/python tests/kvcache/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
+
+fuzz-rpc: setup ## Random messages, valid and not, against every RPC of a running server (MINUTES=10)
+	$(BIN)/python -m tests.e2e.fuzz_rpc --minutes $(or $(MINUTES),10) $(ARGS)
 
 families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)
