@@ -265,9 +265,15 @@ def test_free_rows_are_no_queue(undisturbed: LiveServer) -> None:
         assert [ending(stream) for stream in streams] == ["finished"] * 6
 
 
-def test_a_server_without_a_queue_still_serves() -> None:
-    with LiveServer("tiny-llama", "--max-batch", "2", "--max-queue", "0") as server:
+def test_a_server_without_a_queue_serves_and_what_it_refuses_leaves_nothing() -> None:
+    with LiveServer("tiny-llama", "--max-batch", "2", "--max-queue", "0", inside=True) as server:
         assert len(generate(server, greedy(raw("Hello"), tokens=3)).ids) == 3
+        running = busy(server)
+        answer = refused(lambda: server.inference.Generate(saving(18, "never-began", 5), timeout=PATIENCE))
+        assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        until(lambda: server.report()["saving"] == 0, what="nobody to wait for its state")
+        for stream in running:
+            stream.cancel()
 
 
 def test_higher_priority_goes_first(undisturbed: LiveServer) -> None:
