@@ -242,6 +242,21 @@ def test_the_state_behind_a_cut_goes_with_the_last_that_stands_on_it() -> None:
     assert world.tree == {(0, 256): 1}
 
 
+def test_a_run_behind_a_cut_of_a_cut_keeps_the_block_that_both_were_cut_from() -> None:
+    world = World(LAYOUTS["full"])
+    end = world.run(prompt_of(300)).nodes[300]
+    cut = world.cache.cut(end, 280)
+    assert cut is not None
+    again = world.cache.cut(cut, 270)
+    assert again is not None and again.source == end.key
+    world.cache.follow(again)
+    world.starve()
+    assert world.cache.stands(again)
+    world.cache.unfollow(again)
+    world.starve()
+    assert not world.cache.stands(again)
+
+
 @ALL
 def test_the_base_of_a_place_is_the_deepest_stored_one_before_it(layout: CacheLayout) -> None:
     world = World(layout)
