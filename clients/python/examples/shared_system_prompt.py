@@ -1,8 +1,8 @@
 """Two agents, one system prompt: `python shared_system_prompt.py [ADDRESS]`.
 
 Whoever starts them computes the prompt and gives its state a name of its choice. The name is all that an agent needs,
-in whatever process it runs. Each has a conversation of its own: two turns, each behind the state in which the one before
-ended. The prompt goes through the model once, every turn goes through it once, and nothing else does.
+in whatever process it runs. Each has a conversation of its own: two turns, each behind the state in which the one
+before ended. The prompt goes through the model once, every turn goes through it once, and nothing else does.
 """
 
 from __future__ import annotations
