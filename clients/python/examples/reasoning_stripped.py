@@ -91,7 +91,7 @@ def main(stage: Stage) -> None:
         sent = sum(int(str(one["prompt_tokens"])) for one in turns)
         stage.say(f"\nThe conversation grew by {gained} tokens; {thoughts} of reasoning and answers were rolled back.")
         stage.say(f"Its {TURNS} prompts are {sent:,} tokens together.")
-        stage.figures |= {"new_tokens": gained, "prompt_tokens": sent, "turns": turns}
+        stage.figures |= {"opening_tokens": opening, "new_tokens": gained, "prompt_tokens": sent, "turns": turns}
         # By the server's own counters; what comes on top of 1 is the cue, which every turn says anew.
         stage.expect("computed_over_new_tokens", (computed(after) - computed(before)) / gained, at_most=1.1)
         stage.expect("recomputed_by_rollbacks", again, exactly=0)
