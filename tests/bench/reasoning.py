@@ -37,9 +37,7 @@ def run(options: Options) -> None:
     with Server(model) as ours:
         told = _played(ours.address)
         turns = [Turn(**turn) for turn in told["turns"]]  # type: ignore[attr-defined]
-    note(
-        f"  ours: {sum(turn.computed_tokens for turn in turns)} tokens computed in {len(turns)} turns, the opening aside"
-    )
+    note(f"  ours: {sum(turn.computed_tokens for turn in turns)} tokens computed, the opening aside")
     with Server(model) as plain:
         without = []
         for turn in turns:
