@@ -5,6 +5,7 @@ depends on this file alone.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -39,7 +40,7 @@ CHAT_TEMPLATE = (
 )
 
 # Some of everything that a prompt in a test holds, so that its words become tokens of more than one byte.
-_TEXT = """
+SAMPLE_TEXT = """
 You are a helpful assistant. Answer the question of the user in one short sentence, then stop.
 The system reads the prompt once, keeps the state at its end, and lets several branches grow from it.
 A branch can be dropped without a trace. Another branch goes on from the same place, and its first token
@@ -69,21 +70,29 @@ El río es ancho y el agua está fría. 川は広く、水は冷たい。河很�
 
 def build_tiny_tokenizer(model_type: str) -> Tokenizer:
     """Train and return the tokenizer; VOCAB_SIZE entries, specials first, then the 256 bytes, then merges."""
+    lines = SAMPLE_TEXT.splitlines(keepends=True)
+    return train_tokenizer(model_type, text=lines, specials=_SPECIALS, tags=_TAGS, vocab_size=VOCAB_SIZE)
+
+
+def train_tokenizer(
+    model_type: str, *, text: Sequence[str], specials: Sequence[str], tags: Sequence[str], vocab_size: int
+) -> Tokenizer:
+    """A tokenizer trained on `text`: ids start with `specials` and `tags` (which decoding keeps) in their order."""
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[*_SPECIALS, *_TAGS],
+        vocab_size=vocab_size,
+        special_tokens=[*specials, *tags],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     trained = _with_words(Tokenizer(models.BPE()), model_type)
-    trained.train_from_iterator(_TEXT.splitlines(keepends=True), trainer)
+    trained.train_from_iterator(text, trainer)
     # The trainer marks all that it was given as special, so its vocabulary moves to a tokenizer that marks them right.
     learned = json.loads(trained.to_str())["model"]
     merges = [(left, right) for left, right in learned["merges"]]
     tokenizer = _with_words(Tokenizer(models.BPE(vocab=learned["vocab"], merges=merges)), model_type)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
     return tokenizer
 
 

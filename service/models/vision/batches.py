@@ -1,0 +1,127 @@
+"""Chats to arrays. Owns the tokens of a chat, its rotary positions, its pixels and where its answers stand.
+
+What the model is trained on has to be what the folder's own template and processor give at use; a test compares them.
+"""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from service.models.vision import folder, tokens
+from service.models.vision.chats import FORMS, Chat, make_chat
+from service.models.vision.scenes import Scene, draw
+
+SIZES = ((128, 128), (160, 96), (96, 160))
+"""Width and height in pixels of a trained picture: what the processor makes of square, wide and tall ones."""
+
+_USUAL_LENGTH = {"one": 96, "another": 160, "two": 160, "text": 64, "long": 416, "long, another": 480}  # in tokens
+_STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows of equal length, padded at the end."""
+
+    ids: np.ndarray
+    """int32, rows × length."""
+    positions: np.ndarray
+    """int32, 3 × rows × length: time, height and width of the rotary embedding."""
+    answers: np.ndarray
+    """float32, rows × length: 1 where the token is the assistant's, its end of turn included."""
+    pixels: np.ndarray
+    """float32, pictures × patches × values of a patch, in the order of their places."""
+    grid: tuple[int, int]
+    """Patches of every picture: rows, columns."""
+    scenes: tuple[Scene, ...]
+    """Of the pictures."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One chat."""
+
+    ids: list[int]
+    answers: list[bool]
+    scenes: list[Scene]
+
+
+def encode_chat(tokenizer: Tokenizer, chat: Chat, image_tokens: int) -> Row:
+    """Tokens of a chat whose pictures take `image_tokens` each."""
+    ids: list[int] = []
+    answers: list[bool] = []
+    scenes: list[Scene] = []
+
+    def say(text: str, *, answer: bool = False) -> None:
+        new = tokenizer.encode(text, add_special_tokens=False).ids
+        ids.extend(new)
+        answers.extend([answer] * len(new))
+
+    for message in chat:
+        picture = tokens.VISION_START + tokens.IMAGE * image_tokens + tokens.VISION_END
+        own = message.role == "assistant"
+        say(f"<|im_start|>{message.role}\n" + picture * len(message.pictures))
+        say(message.text + tokens.TURN_END, answer=own)
+        say("\n")
+        scenes += message.pictures
+    return Row(ids=ids, answers=answers, scenes=scenes)
+
+
+def positions_of(ids: Sequence[int], grid: tuple[int, int]) -> np.ndarray:
+    """Rotary positions of a row, int32, 3 × length; `grid` counts a picture's tokens, rows × columns."""
+    image = tokens.SPECIALS.index(tokens.IMAGE)
+    height, width = grid
+    found = np.zeros((3, len(ids)), np.int32)
+    place, following = 0, 0
+    while place < len(ids):
+        if ids[place] == image:
+            rows, columns = np.divmod(np.arange(height * width), width)
+            found[:, place : place + height * width] = following + np.stack([rows * 0, rows, columns])
+            place, following = place + height * width, following + max(height, width)
+        else:
+            found[:, place] = following
+            place, following = place + 1, following + 1
+    return found
+
+
+def patches_of(scene: Scene, size: tuple[int, int]) -> np.ndarray:
+    """A drawn picture as the tower takes it, float32, patches × values."""
+    width, height = size
+    image = np.asarray(draw(scene, width, height), np.float32) / 127.5 - 1.0
+    side, merge = folder.PATCH, folder.MERGE
+    blocks = image.reshape(height // side // merge, merge, side, width // side // merge, merge, side, 3)
+    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # block row, block column, row and column in it, colour, y, x
+    frames = np.repeat(blocks[:, :, :, :, :, None], folder.FRAMES, axis=5)
+    return frames.reshape((height // side) * (width // side), -1)
+
+
+def make_batch(tokenizer: Tokenizer, rng: random.Random, budget: int) -> Batch:
+    """Chats of one form, as many as `budget` tokens hold."""
+    form = rng.choices(list(FORMS), list(FORMS.values()))[0]
+    size = rng.choices(SIZES, (0.8, 0.1, 0.1))[0]
+    height, width = size[1] // folder.PATCH // folder.MERGE, size[0] // folder.PATCH // folder.MERGE
+    count = max(2, budget // _USUAL_LENGTH[form])
+    rows = [
+        encode_chat(tokenizer, make_chat(rng, form, held_out=False), height * width) for _ in range(2 * count)
+    ]
+    # The shorter or the longer half of twice as many: less padding.
+    rows.sort(key=lambda row: len(row.ids))
+    return stack(rows[:count] if rng.random() < 0.5 else rows[count:], size)
+
+
+def stack(rows: Sequence[Row], size: tuple[int, int]) -> Batch:
+    """Rows whose pictures all have the same size."""
+    height, width = size[1] // folder.PATCH, size[0] // folder.PATCH
+    length = -(-max(len(row.ids) for row in rows) // _STEP) * _STEP
+    ids = np.zeros((len(rows), length), np.int32)
+    answers = np.zeros((len(rows), length), np.float32)
+    positions = np.zeros((3, len(rows), length), np.int32)
+    for index, row in enumerate(rows):
+        ids[index, : len(row.ids)] = row.ids
+        answers[index, : len(row.ids)] = row.answers
+        positions[:, index, : len(row.ids)] = positions_of(row.ids, (height // folder.MERGE, width // folder.MERGE))
+    scenes = [scene for row in rows for scene in row.scenes]
+    pixels = np.stack([patches_of(scene, size) for scene in scenes]) if scenes else np.zeros((0, 0, 0), np.float32)
+    return Batch(ids=ids, positions=positions, answers=answers, pixels=pixels, grid=(height, width), scenes=tuple(scenes))

@@ -1,0 +1,123 @@
+"""Chats about pictures, for training and for the held-out test. Owns who says what, and where a picture stands.
+
+The forms follow what a user of snapshots does: a picture first and any question after it in any order, a picture in a
+message of its own, another picture later in the chat, two pictures at once, a long preamble, no picture at all.
+"""
+
+import dataclasses
+import random
+
+from service.models.vision.questions import WHICH, Question, ask_any, ask_which
+from service.models.vision.scenes import Scene, make_scene
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message; its pictures stand before its text."""
+
+    role: str
+    text: str
+    pictures: tuple[Scene, ...] = ()
+    kind: str = ""
+    """Of the question, on the assistant's answers."""
+
+
+Chat = tuple[Message, ...]
+
+FORMS = {"one": 0.53, "another": 0.17, "two": 0.17, "text": 0.05, "long": 0.04, "long, another": 0.04}
+"""Forms of a chat and how often each is trained."""
+
+_HELLO = ("Hello.", "Hello!", "Hi.", "Hello, who are you?", "What can you do?", "Who are you?")
+_WELCOME = "I am a tiny model that sees shapes. Show me a picture."
+_NO_PICTURE = "I see no picture."
+_LOOK = ("Here is a picture.", "Look at this picture.", "This is a picture.", "Here is another picture.", "Look.")
+_SEEN = "I see it."
+_SYSTEM = (
+    "You are a helpful assistant.",
+    "You answer questions about pictures.",
+    "You see shapes and colours. Answer in a few words.",
+    "Answer the question of the user, then stop.",
+)
+_FILLER = (
+    "Look at the picture first.",
+    "A picture has nine places.",
+    "A place holds one thing or nothing.",
+    "There are circles, squares, triangles, stars and crosses.",
+    "They are red, green, blue, yellow, purple or orange.",
+    "Count with care.",
+    "Say what you see, no more.",
+    "The first picture is the one that came first.",
+    "A question without a picture has no answer.",
+    "Be short.",
+    "Do not guess.",
+    "Left and right are those of the reader.",
+)
+
+
+def all_texts() -> list[str]:
+    """Every fixed sentence, for the tokenizer's training."""
+    return [*_HELLO, _WELCOME, _NO_PICTURE, *_LOOK, _SEEN, *_SYSTEM, *_FILLER]
+
+
+def make_chat(rng: random.Random, form: str, *, held_out: bool) -> Chat:
+    """A chat of one of `FORMS` about new pictures of the wanted side of the split."""
+    messages: list[Message] = []
+    if form.startswith("long"):
+        sentences = [rng.choice(_FILLER) for _ in range(rng.randint(15, 40))]
+        messages.append(Message(role="system", text=" ".join([rng.choice(_SYSTEM), *sentences])))
+    elif rng.random() < 0.25:
+        messages.append(Message(role="system", text=rng.choice(_SYSTEM)))
+    if form == "text":
+        return (*messages, *_without_picture(rng))
+    scenes = [make_scene(rng, held_out=held_out)]
+    if form == "two":
+        scenes.append(make_scene(rng, held_out=held_out))
+        questions = [_about_two(rng, scenes) for _ in range(rng.randint(3, 5))]
+        return (*messages, *_show(rng, tuple(scenes), questions))
+    messages += _show(rng, tuple(scenes), [ask_any(rng, scenes[0]) for _ in range(rng.randint(2, 5))])
+    if form.endswith("another"):
+        scenes.append(make_scene(rng, held_out=held_out))
+        messages += _show(rng, (scenes[1],), [_about_latest(rng, scenes) for _ in range(rng.randint(2, 4))])
+    return tuple(messages)
+
+
+def _show(rng: random.Random, scenes: tuple[Scene, ...], questions: list[Question]) -> list[Message]:
+    """The pictures, in one of the ways to show them, then the questions."""
+    messages: list[Message] = []
+    way = rng.choice(("with the question", "with the question", "alone", "with a word"))
+    if way == "alone":
+        messages.append(Message(role="user", text="", pictures=scenes))
+    elif way == "with a word":
+        messages.append(Message(role="user", text=rng.choice(_LOOK), pictures=scenes))
+        messages.append(Message(role="assistant", text=_SEEN))
+    for index, question in enumerate(questions):
+        pictures = scenes if index == 0 and way == "with the question" else ()
+        messages.append(Message(role="user", text=question.text, pictures=pictures))
+        messages.append(Message(role="assistant", text=question.answer, kind=question.kind))
+    return messages
+
+
+def _about_two(rng: random.Random, scenes: list[Scene]) -> Question:
+    if rng.random() < 0.3:
+        return ask_which(rng, *scenes)
+    index = rng.randrange(2)
+    question = ask_any(rng, scenes[index], suffix=f" in the {WHICH[index]} picture")
+    return dataclasses.replace(question, kind="of two pictures")
+
+
+def _about_latest(rng: random.Random, scenes: list[Scene]) -> Question:
+    """After another picture: a plain question is about the newest one."""
+    if rng.random() < 0.3:
+        return _about_two(rng, scenes)
+    return dataclasses.replace(ask_any(rng, scenes[-1]), kind="newest picture")
+
+
+def _without_picture(rng: random.Random) -> list[Message]:
+    messages = []
+    for _ in range(rng.randint(1, 3)):
+        if rng.random() < 0.5:
+            text, answer = rng.choice(_HELLO), _WELCOME
+        else:
+            text, answer = ask_any(rng, make_scene(rng, held_out=False)).text, _NO_PICTURE
+        messages += [Message(role="user", text=text), Message(role="assistant", text=answer, kind="no picture")]
+    return messages

@@ -1,0 +1,150 @@
+"""Pictures of coloured shapes. Owns what may be on a picture, how it is drawn, and which pictures are held out.
+
+A picture has nine places, three by three, and a place holds at most one shape, whole. So every statement about places
+and counts is true by construction. Whether a picture is held out follows from what is where on it, not from its seed:
+no arrangement of the held-out pictures is ever trained on.
+"""
+
+import dataclasses
+import hashlib
+import random
+
+from PIL import Image, ImageDraw
+
+SHAPES = ("circle", "square", "triangle", "star", "cross")
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (40, 160, 60),
+    "blue": (40, 80, 220),
+    "yellow": (240, 205, 30),
+    "purple": (140, 50, 170),
+    "orange": (245, 130, 20),
+}
+PLACES = (
+    ("top left", "top centre", "top right"),
+    ("middle left", "centre", "middle right"),
+    ("bottom left", "bottom centre", "bottom right"),
+)
+MOST_THINGS = 5
+_HELD_OUT_IN = 8  # one arrangement in eight is held out
+_OVERSAMPLE = 2  # drawn larger, then reduced: smooth edges
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Thing:
+    """One shape in its place."""
+
+    shape: str
+    colour: str
+    row: int
+    column: int
+    x: float
+    """Of its middle; a fraction of the picture's width, as `y` is of the height."""
+    y: float
+    radius: float
+    """A fraction of the shorter side."""
+    shade: tuple[int, int, int]
+    """Red, green and blue as drawn: the colour and a little more or less of each."""
+
+    @property
+    def name(self) -> str:
+        """As in "red circle"."""
+        return f"{self.colour} {self.shape}"
+
+    @property
+    def place(self) -> str:
+        return PLACES[self.row][self.column]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is on one picture."""
+
+    things: tuple[Thing, ...]
+    ground: tuple[int, int, int]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether this arrangement belongs to the pictures that are never trained on."""
+        what = ";".join(sorted(f"{thing.name} {thing.place}" for thing in self.things))
+        return hashlib.sha256(what.encode()).digest()[0] % _HELD_OUT_IN == 0
+
+
+def make_scene(rng: random.Random, *, held_out: bool) -> Scene:
+    """A random picture of one to five things of the wanted half of the split."""
+    while True:
+        scene = _any_scene(rng)
+        if scene.held_out == held_out:
+            return scene
+
+
+def draw(scene: Scene, width: int = 128, height: int = 128) -> Image.Image:
+    """The picture in RGB; sizes in pixels. The same scene can be drawn in any size."""
+    wide, high = width * _OVERSAMPLE, height * _OVERSAMPLE
+    picture = Image.new("RGB", (wide, high), scene.ground)
+    pen = ImageDraw.Draw(picture)
+    for thing in scene.things:
+        x, y, r = thing.x * wide, thing.y * high, thing.radius * min(wide, high)
+        _DRAW[thing.shape](pen, x, y, r, thing.shade)
+    return picture.resize((width, height), Image.Resampling.BOX)
+
+
+def _any_scene(rng: random.Random) -> Scene:
+    places = [(row, column) for row in range(3) for column in range(3)]
+    things = []
+    # Few colours and shapes in one picture make counts above one and things that differ in one respect only.
+    shapes = rng.sample(SHAPES, rng.choice((2, 3, 5)))
+    colours = rng.sample(list(COLOURS), rng.choice((2, 3, 6)))
+    for row, column in rng.sample(places, rng.randint(1, MOST_THINGS)):
+        colour = rng.choice(colours)
+        radius = rng.uniform(0.085, 0.145)
+        slack = 1 / 6 - radius
+        things.append(
+            Thing(
+                shape=rng.choice(shapes),
+                colour=colour,
+                row=row,
+                column=column,
+                x=(column + 0.5) / 3 + rng.uniform(-slack, slack),
+                y=(row + 0.5) / 3 + rng.uniform(-slack, slack),
+                radius=radius,
+                shade=_vary(rng, COLOURS[colour], 12),
+            )
+        )
+    grey = rng.choice((rng.randint(205, 255), rng.randint(0, 45)))  # light or dark
+    return Scene(things=tuple(things), ground=_vary(rng, (grey, grey, grey), 8))
+
+
+def _vary(rng: random.Random, colour: tuple[int, int, int], by: int) -> tuple[int, int, int]:
+    red, green, blue = (min(255, max(0, part + rng.randint(-by, by))) for part in colour)
+    return red, green, blue
+
+
+def _circle(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
+    pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+
+
+def _square(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
+    side = 0.86 * r
+    pen.rectangle((x - side, y - side, x + side, y + side), fill=fill)
+
+
+def _triangle(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
+    pen.polygon([(x, y - r), (x + 0.95 * r, y + 0.8 * r), (x - 0.95 * r, y + 0.8 * r)], fill=fill)
+
+
+_STAR = ((0.0, -1.0), (0.24, -0.32), (0.95, -0.31), (0.38, 0.12), (0.59, 0.81))  # right half, from the top point
+
+
+def _star(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
+    outline = [*_STAR, (0.0, 0.4), *((-dx, dy) for dx, dy in reversed(_STAR[1:]))]
+    pen.polygon([(x + dx * r, y + dy * r) for dx, dy in outline], fill=fill)
+
+
+def _cross(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
+    arm = 0.33 * r
+    pen.rectangle((x - r, y - arm, x + r, y + arm), fill=fill)
+    pen.rectangle((x - arm, y - r, x + arm, y + r), fill=fill)
+
+
+_DRAW = {"circle": _circle, "square": _square, "triangle": _triangle, "star": _star, "cross": _cross}
