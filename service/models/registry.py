@@ -5,6 +5,7 @@ import dataclasses
 # Versions of what is written; raised when the output changes, so that caches make their folders anew.
 _GGUF_CONVERTER = 1
 _TINY_GENERATOR = 3
+_TRAINED = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,15 @@ class TinyModel:
     name: str
     summary: str
     converter: int = _TINY_GENERATOR
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """Trained by this project, its weights shipped with the package; see the vision package."""
+
+    name: str
+    summary: str
+    converter: int = _TRAINED
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -139,6 +149,13 @@ _TINY = (
     TinyModel(name="tiny-lfm2", summary="random weights: short convolutions beside full attention"),
 )
 
+_VISION = TrainedModel(
+    name="tiny-vision",
+    summary="sees: answers questions about pictures of coloured shapes; gated-delta layers, full attention",
+)
+
 DEFAULT = "smollm2"
 
-KNOWN: dict[str, GgufModel | TinyModel] = {model.name: model for model in (_SMOLLM2, _GEMMA3, *_TINY)}
+KNOWN: dict[str, GgufModel | TinyModel | TrainedModel] = {
+    model.name: model for model in (_SMOLLM2, _GEMMA3, *_TINY, _VISION)
+}

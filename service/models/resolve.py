@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from service.models import cache_dir, folder, wheels
 from service.models.errors import BadModelFolder, DownloadFailed, TermsNotAccepted, UnknownModel
 from service.models.progress import Progress, StderrProgress
-from service.models.registry import KNOWN, GgufModel, Terms, TinyModel
+from service.models.registry import KNOWN, GgufModel, Terms, TinyModel, TrainedModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The files that mlx-lm reads.
@@ -63,6 +63,8 @@ def ensure(
         if again or not is_present(name):
             if isinstance(model, TinyModel):
                 folder.publish(final, lambda partial: _build_tiny(model, partial))
+            elif isinstance(model, TrainedModel):
+                folder.publish(final, lambda partial: _build_trained(model, partial))
             else:
                 _get(model, final, progress)
     return final
@@ -131,6 +133,19 @@ def _build_tiny(model: TinyModel, partial: Path) -> None:
         converter=model.converter,
         source={"random_weights_of": model.name},
         versions=_versions("kvfork", "mlx-lm", "tokenizers", "numpy"),
+    )
+
+
+def _build_trained(model: TrainedModel, partial: Path) -> None:
+    from service.models.vision.folder import build  # its libraries take a second to import
+
+    build(partial)
+    folder.write_manifest(
+        partial,
+        name=model.name,
+        converter=model.converter,
+        source={"trained_by": "python -m service.models.vision.train"},
+        versions=_versions("kvfork", "tokenizers", "numpy"),
     )
 
 

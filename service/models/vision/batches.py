@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from service.models.vision import folder, tokens
 from service.models.vision.chats import FORMS, Chat, make_chat
-from service.models.vision.scenes import Scene, draw
+from service.models.vision.drawing import draw
+from service.models.vision.scenes import Scene
 
 SIZES = ((128, 128), (160, 96), (96, 160))
 """Width and height in pixels of a trained picture: what the processor makes of square, wide and tall ones."""
@@ -103,9 +104,7 @@ def make_batch(tokenizer: Tokenizer, rng: random.Random, budget: int) -> Batch:
     size = rng.choices(SIZES, (0.8, 0.1, 0.1))[0]
     height, width = size[1] // folder.PATCH // folder.MERGE, size[0] // folder.PATCH // folder.MERGE
     count = max(2, budget // _USUAL_LENGTH[form])
-    rows = [
-        encode_chat(tokenizer, make_chat(rng, form, held_out=False), height * width) for _ in range(2 * count)
-    ]
+    rows = [encode_chat(tokenizer, make_chat(rng, form, held_out=False), height * width) for _ in range(2 * count)]
     # The shorter or the longer half of twice as many: less padding.
     rows.sort(key=lambda row: len(row.ids))
     return stack(rows[:count] if rng.random() < 0.5 else rows[count:], size)
@@ -124,4 +123,6 @@ def stack(rows: Sequence[Row], size: tuple[int, int]) -> Batch:
         positions[:, index, : len(row.ids)] = positions_of(row.ids, (height // folder.MERGE, width // folder.MERGE))
     scenes = [scene for row in rows for scene in row.scenes]
     pixels = np.stack([patches_of(scene, size) for scene in scenes]) if scenes else np.zeros((0, 0, 0), np.float32)
-    return Batch(ids=ids, positions=positions, answers=answers, pixels=pixels, grid=(height, width), scenes=tuple(scenes))
+    return Batch(
+        ids=ids, positions=positions, answers=answers, pixels=pixels, grid=(height, width), scenes=tuple(scenes)
+    )

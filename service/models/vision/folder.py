@@ -19,7 +19,7 @@ from service.models.safetensors_file import Tensor
 from service.models.vision import tokens
 
 WEIGHTS = Path(__file__).with_name("tiny-vision.safetensors")
-"""The trained weights that come with the package."""
+"""The trained weights that come with the package; the tokenizer that they were trained with lies beside them."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
 PIXELS = 128 * 128  # the processor brings every picture to about this area: 16 tokens for a square one
@@ -94,29 +94,23 @@ _PREPROCESSOR = {
 
 def build(folder: Path, weights: Path = WEIGHTS) -> None:
     """Write the model into the existing `folder`. Raises ConversionFailed where there are no weights."""
-    if not weights.is_file():
+    tokenizer = weights.with_suffix(".tokenizer.json")
+    if not weights.is_file() or not tokenizer.is_file():
         raise ConversionFailed(f"{weights} is missing: train it with python -m service.models.vision.train")
     shutil.copyfile(weights, folder / "model.safetensors")
-    write_description(folder)
-
-
-def write_description(folder: Path) -> None:
-    """All files of the folder but the weights."""
-    write_json(folder / "config.json", CONFIG)
-    write_json(
-        folder / "generation_config.json", {key: CONFIG[key] for key in ("eos_token_id", "pad_token_id")}
-    )
-    write_json(folder / "preprocessor_config.json", _PREPROCESSOR)
-    tokens.build_tokenizer().save(str(folder / "tokenizer.json"))
+    # Not trained anew: another version of the library might number the words otherwise than the weights know them.
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
     write_json(folder / "tokenizer_config.json", tokens.tokenizer_config())
-    # Where the processor looks for it; the tokenizer's own copy is for loaders of text only.
-    write_json(folder / "chat_template.json", {"chat_template": tokens.CHAT_TEMPLATE})
+    write_json(folder / "config.json", CONFIG)
+    write_json(folder / "generation_config.json", {key: CONFIG[key] for key in ("eos_token_id", "pad_token_id")})
+    write_json(folder / "preprocessor_config.json", _PREPROCESSOR)
 
 
 def write_weights(path: Path, values: Mapping[str, np.ndarray]) -> None:
-    """Store trained parameters as float16, in upstream's names and shapes."""
+    """Store trained parameters as float16, in upstream's names and shapes, and the tokenizer beside them."""
     tensors = [
         Tensor(name=name, shape=tuple(value.shape), load=partial(np.asarray, value, dtype=np.float32))
         for name, value in values.items()
     ]
     safetensors_file.write(path, tensors, "float16")
+    tokens.build_tokenizer().save(str(path.with_suffix(".tokenizer.json")))

@@ -92,7 +92,7 @@ def read(model: Model, ids: mx.array, features: mx.array | None, slots: mx.array
 
 
 def answer_loss(model: Model, hidden: mx.array, rows: mx.array, targets: mx.array) -> mx.array:
-    """Mean cross entropy at the answers' places: `rows` index the flattened hidden states, -1 in `targets` is padding."""
+    """Mean cross entropy of the answers: `rows` index the flattened hidden states, -1 in `targets` is padding."""
     picked = hidden.reshape(-1, hidden.shape[-1])[rows]
     logits = model.language_model.model.embed_tokens.as_linear(picked)
     losses = nn.losses.cross_entropy(logits, mx.maximum(targets, 0))
@@ -122,7 +122,9 @@ def _linear(rule: nn.Module, x: mx.array) -> mx.array:
         part.reshape(rows, length, rule.num_v_heads, -1)
         for part in mx.split(mixed, [rule.key_dim, 2 * rule.key_dim], axis=-1)
     )
-    q, k = rule._normalize_qk(q, k)
+    # The keys get length 1, the queries the usual scale of attention on top of it.
+    width = rule.head_k_dim
+    q, k = (mx.fast.rms_norm(part, None, 1e-6 / width) * width**power for part, power in ((q, -1.0), (k, -0.5)))
     decay = -mx.exp(rule.A_log) * nn.softplus(rule.in_proj_a(x) + rule.dt_bias)
     found = _chunked(q, k, v, decay, _sigmoid(rule.in_proj_b(x)))
     found = mx.fast.rms_norm(found, rule.norm.weight, rule.norm.eps)

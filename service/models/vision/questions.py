@@ -7,6 +7,7 @@ are two) is not asked.
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from service.models.vision.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
 
@@ -153,7 +154,8 @@ _ASK = {
 }
 
 
-def _single(scene: Scene, key) -> list[Thing]:  # noqa: ANN001 - a reader of one attribute
+def _single(scene: Scene, key: Callable[[Thing], str]) -> list[Thing]:
+    """The things that no other one shares the key with."""
     counts = Counter(key(thing) for thing in scene.things)
     return [thing for thing in scene.things if counts[key(thing)] == 1]
 

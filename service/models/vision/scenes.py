@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes. Owns what may be on a picture, how it is drawn, and which pictures are held out.
+"""Pictures of coloured shapes. Owns what may be on a picture, where, and which pictures are held out; draws nothing.
 
 A picture has nine places, three by three, and a place holds at most one shape, whole. So every statement about places
 and counts is true by construction. Whether a picture is held out follows from what is where on it, not from its seed:
@@ -8,8 +8,6 @@ no arrangement of the held-out pictures is ever trained on.
 import dataclasses
 import hashlib
 import random
-
-from PIL import Image, ImageDraw
 
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 COLOURS = {
@@ -27,7 +25,6 @@ PLACES = (
 )
 MOST_THINGS = 5
 _HELD_OUT_IN = 8  # one arrangement in eight is held out
-_OVERSAMPLE = 2  # drawn larger, then reduced: smooth edges
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +75,6 @@ def make_scene(rng: random.Random, *, held_out: bool) -> Scene:
             return scene
 
 
-def draw(scene: Scene, width: int = 128, height: int = 128) -> Image.Image:
-    """The picture in RGB; sizes in pixels. The same scene can be drawn in any size."""
-    wide, high = width * _OVERSAMPLE, height * _OVERSAMPLE
-    picture = Image.new("RGB", (wide, high), scene.ground)
-    pen = ImageDraw.Draw(picture)
-    for thing in scene.things:
-        x, y, r = thing.x * wide, thing.y * high, thing.radius * min(wide, high)
-        _DRAW[thing.shape](pen, x, y, r, thing.shade)
-    return picture.resize((width, height), Image.Resampling.BOX)
-
-
 def _any_scene(rng: random.Random) -> Scene:
     places = [(row, column) for row in range(3) for column in range(3)]
     things = []
@@ -118,33 +104,3 @@ def _any_scene(rng: random.Random) -> Scene:
 def _vary(rng: random.Random, colour: tuple[int, int, int], by: int) -> tuple[int, int, int]:
     red, green, blue = (min(255, max(0, part + rng.randint(-by, by))) for part in colour)
     return red, green, blue
-
-
-def _circle(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
-    pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
-
-
-def _square(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
-    side = 0.86 * r
-    pen.rectangle((x - side, y - side, x + side, y + side), fill=fill)
-
-
-def _triangle(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
-    pen.polygon([(x, y - r), (x + 0.95 * r, y + 0.8 * r), (x - 0.95 * r, y + 0.8 * r)], fill=fill)
-
-
-_STAR = ((0.0, -1.0), (0.24, -0.32), (0.95, -0.31), (0.38, 0.12), (0.59, 0.81))  # right half, from the top point
-
-
-def _star(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
-    outline = [*_STAR, (0.0, 0.4), *((-dx, dy) for dx, dy in reversed(_STAR[1:]))]
-    pen.polygon([(x + dx * r, y + dy * r) for dx, dy in outline], fill=fill)
-
-
-def _cross(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
-    arm = 0.33 * r
-    pen.rectangle((x - r, y - arm, x + r, y + arm), fill=fill)
-    pen.rectangle((x - arm, y - r, x + arm, y + r), fill=fill)
-
-
-_DRAW = {"circle": _circle, "square": _square, "triangle": _triangle, "star": _star, "cross": _cross}
