@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
+TRAINING ?= build/tiny-vision
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint type gen gen-check bench clean
+.PHONY: help setup demo serve chat test test-slow soak fuzz families train-vision eval-vision check lint type gen gen-check bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +23,7 @@ $(VENV)/.done: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar on --upgrade pip
-	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,cpu,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,cpu,vision,dev]'
 	@touch $@
 
 demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3)
@@ -63,6 +64,12 @@ gen: setup ## Regenerate the stubs from proto/
 
 gen-check: gen ## Fail if the committed stubs differ from what proto/ gives
 	git diff --exit-code -- proto
+
+train-vision: setup ## Train tiny-vision anew, or go on with it (under an hour; its weights come with the package)
+	$(BIN)/python -m service.models.vision.train --work $(TRAINING) $(ARGS)
+
+eval-vision: setup ## Ask tiny-vision a thousand questions about held-out pictures
+	$(BIN)/python -m service.models.vision.evaluate $(ARGS)
 
 check: lint type gen-check test test-slow ## Everything that CI runs
 

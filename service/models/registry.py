@@ -71,6 +71,7 @@ class TrainedModel:
 
     name: str
     summary: str
+    license: str = "Apache-2.0"
     converter: int = _TRAINED
 
 

@@ -48,7 +48,7 @@ def test_a_known_model_of_the_cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", batches.SIZES, ids=str)
+@pytest.mark.parametrize("size", [(96, 96), (288, 32), (32, 288)], ids=str)
 def test_training_sees_what_template_processor_and_upstream_give_at_use(made, tokenizer, form, size):
     chat = make_chat(random.Random(f"{form} {size}"), form, held_out=True)
     width, height = size

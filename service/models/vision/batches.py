@@ -15,10 +15,8 @@ from service.models.vision.chats import FORMS, Chat, make_chat
 from service.models.vision.drawing import draw
 from service.models.vision.scenes import Scene
 
-SIZES = ((128, 128), (160, 96), (96, 160))
-"""Width and height in pixels of a trained picture: what the processor makes of square, wide and tall ones."""
-
-_USUAL_LENGTH = {"one": 96, "another": 160, "two": 160, "text": 64, "long": 416, "long, another": 480}  # in tokens
+_USUAL_LENGTH = {"one": 88, "another": 144, "two": 144, "text": 64, "long": 400, "long, another": 448}  # in tokens
+IMAGE_TOKENS = (folder.SIDE // folder.PATCH // folder.MERGE) ** 2
 _STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
 
 
@@ -101,13 +99,11 @@ def patches_of(scene: Scene, size: tuple[int, int]) -> np.ndarray:
 def make_batch(tokenizer: Tokenizer, rng: random.Random, budget: int) -> Batch:
     """Chats of one form, as many as `budget` tokens hold."""
     form = rng.choices(list(FORMS), list(FORMS.values()))[0]
-    size = rng.choices(SIZES, (0.8, 0.1, 0.1))[0]
-    height, width = size[1] // folder.PATCH // folder.MERGE, size[0] // folder.PATCH // folder.MERGE
     count = max(2, budget // _USUAL_LENGTH[form])
-    rows = [encode_chat(tokenizer, make_chat(rng, form, held_out=False), height * width) for _ in range(2 * count)]
+    rows = [encode_chat(tokenizer, make_chat(rng, form, held_out=False), IMAGE_TOKENS) for _ in range(2 * count)]
     # The shorter or the longer half of twice as many: less padding.
     rows.sort(key=lambda row: len(row.ids))
-    return stack(rows[:count] if rng.random() < 0.5 else rows[count:], size)
+    return stack(rows[:count] if rng.random() < 0.5 else rows[count:], (folder.SIDE, folder.SIDE))
 
 
 def stack(rows: Sequence[Row], size: tuple[int, int]) -> Batch:

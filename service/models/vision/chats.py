@@ -74,7 +74,7 @@ def make_chat(rng: random.Random, form: str, *, held_out: bool) -> Chat:
         scenes.append(make_scene(rng, held_out=held_out))
         questions = [_about_two(rng, scenes) for _ in range(rng.randint(3, 5))]
         return (*messages, *_show(rng, tuple(scenes), questions))
-    messages += _show(rng, tuple(scenes), [ask_any(rng, scenes[0]) for _ in range(rng.randint(2, 5))])
+    messages += _show(rng, tuple(scenes), [ask_any(rng, scenes[0]) for _ in range(rng.randint(2, 6))])
     if form.endswith("another"):
         scenes.append(make_scene(rng, held_out=held_out))
         messages += _show(rng, (scenes[1],), [_about_latest(rng, scenes) for _ in range(rng.randint(2, 4))])

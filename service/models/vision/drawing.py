@@ -15,7 +15,7 @@ from service.models.vision.scenes import Scene, make_scene
 _OVERSAMPLE = 2  # drawn larger, then reduced: smooth edges
 
 
-def draw(scene: Scene, width: int = 128, height: int = 128) -> Image.Image:
+def draw(scene: Scene, width: int, height: int) -> Image.Image:
     """The picture in RGB; sizes in pixels. The same scene can be drawn in any size."""
     wide, high = width * _OVERSAMPLE, height * _OVERSAMPLE
     picture = Image.new("RGB", (wide, high), scene.ground)

@@ -59,7 +59,7 @@ class Model:
         extra = {"image_grid_thw": given["image_grid_thw"]} if "image_grid_thw" in given else {}
         return self._model.get_input_embeddings(mx.array(given["input_ids"]), given.get("pixel_values"), **extra)
 
-    def answer(self, messages: list[Message], *, side: int = 128) -> str:
+    def answer(self, messages: list[Message], *, side: int = vision_folder.SIDE) -> str:
         """The greedy answer to a chat that ends with a user's message; its pictures are drawn `side` pixels wide."""
         pictures = [draw(scene, side, side) for message in messages for scene in message.pictures]
         given = self.inputs(messages, pictures, add_generation_prompt=True)

@@ -22,7 +22,8 @@ WEIGHTS = Path(__file__).with_name("tiny-vision.safetensors")
 """The trained weights that come with the package; the tokenizer that they were trained with lies beside them."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
-PIXELS = 128 * 128  # the processor brings every picture to about this area: 16 tokens for a square one
+SIDE = 96
+"""Pixels: a square picture is brought to this width and height, which is 3 × 3 tokens; others to about the area."""
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_5",
@@ -73,7 +74,7 @@ CONFIG: dict[str, Any] = {
         "spatial_merge_size": MERGE,
         "temporal_patch_size": FRAMES,
         "in_channels": 3,
-        "num_position_embeddings": 64,
+        "num_position_embeddings": (SIDE // PATCH) ** 2,
         "deepstack_visual_indexes": [],
     },
 }
@@ -84,9 +85,9 @@ _PREPROCESSOR = {
     "patch_size": PATCH,
     "temporal_patch_size": FRAMES,
     "merge_size": MERGE,
-    "min_pixels": PIXELS,
-    "max_pixels": PIXELS,
-    "size": {"shortest_edge": PIXELS, "longest_edge": PIXELS},
+    "min_pixels": SIDE**2,
+    "max_pixels": SIDE**2,
+    "size": {"shortest_edge": SIDE**2, "longest_edge": SIDE**2},
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }

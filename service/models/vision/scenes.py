@@ -83,7 +83,7 @@ def _any_scene(rng: random.Random) -> Scene:
     colours = rng.sample(list(COLOURS), rng.choice((2, 3, 6)))
     for row, column in rng.sample(places, rng.randint(1, MOST_THINGS)):
         colour = rng.choice(colours)
-        radius = rng.uniform(0.085, 0.145)
+        radius = rng.uniform(0.105, 0.15)
         slack = 1 / 6 - radius
         things.append(
             Thing(
@@ -97,7 +97,7 @@ def _any_scene(rng: random.Random) -> Scene:
                 shade=_vary(rng, COLOURS[colour], 12),
             )
         )
-    grey = rng.choice((rng.randint(205, 255), rng.randint(0, 45)))  # light or dark
+    grey = rng.randint(205, 255)  # any colour stands out from a light ground
     return Scene(things=tuple(things), ground=_vary(rng, (grey, grey, grey), 8))
 
 

@@ -28,7 +28,7 @@ from service.models.vision.scenes import COLOURS, SHAPES, Scene, make_scene
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 1350, 150
+STEPS, LOOK_STEPS = 1000, 110
 BUDGET = 2048  # tokens in a batch
 SEED = 1
 _MATRIX_RATE, _OTHER_RATE = 0.02, 0.003  # of Muon and of AdamW
@@ -139,10 +139,10 @@ class Training:
         rate = self._rate()
         self._matrices.learning_rate, self._others.learning_rate = _MATRIX_RATE * rate, _OTHER_RATE * rate
         if self.step < self._look_steps:
-            width, height = size = batches.SIZES[0]
+            size = (folder.SIDE, folder.SIDE)
             scenes = [make_scene(rng, held_out=False) for _ in range(_LOOK_PICTURES)]
             pixels = mx.array(np.stack([batches.patches_of(scene, size) for scene in scenes]))
-            grid = (height // folder.PATCH, width // folder.PATCH)
+            grid = (folder.SIDE // folder.PATCH, folder.SIDE // folder.PATCH)
             loss = self._look(pixels, mx.array(look_labels(scenes, grid)), grid)
         else:
             batch = batches.make_batch(self._tokenizer, rng, self._budget)
