@@ -1,10 +1,11 @@
 """The kvfork server. From bytes on a socket to tokens on a stream:
 
-    rpc ─► core (generations, derivations, directory) ─► loop ─► scheduler ─► engine
+    rpc ─► core (generations, derivations, directory) ─► loop ─► steps ─► engine
                       │                                    │
                       └── kvcache: names, plans ───────────┴── kvcache: state
 
-Reading order: request, events, work, plan (the nouns); scheduler, sequence, recorder, loop (the engine thread);
-resolve, runtime, generations, derivations (the event loop); app (who builds what). Threads: the event loop owns calls
-and names, the engine thread owns scheduler, engine and every MLX object, the store's I/O thread owns files.
+Reading order: request, events, work, plan (the nouns); scheduler, steps, orders, sequence, recorder, opening, keeping,
+ends, loop (the engine thread); resolve, runtime, generations, derivations (the event loop); app (who builds what).
+Threads: the event loop owns calls and names, the engine thread owns scheduler, engine and every MLX object, the store's
+I/O thread owns files.
 """

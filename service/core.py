@@ -171,7 +171,7 @@ class Core:
             return _no_stats(self._rt.config)
         for snapshot in self._rt.loaded.cache.all_snapshots():
             tally[self._rt.handles.view(snapshot).residency] += 1
-        store = self._rt.loaded.cache.store.stats()
+        store, totals = self._rt.loaded.cache.store.stats(), self._rt.loop.totals
         return StatsView(
             checkpoint_interval=BLOCK_TOKENS,
             active_sequences=self._rt.loop.count(State.RESTORING, State.PREFILL, State.DECODE, State.SAVING),
@@ -183,9 +183,9 @@ class Core:
             memory_limit_bytes=self._rt.config.memory_bytes,
             disk_bytes=store.file_bytes,
             disk_limit_bytes=self._rt.config.disk_budget,
-            prompt_tokens=self._rt.loop.prompt_tokens,
-            cached_tokens=self._rt.loop.cached_tokens,
-            recomputed_tokens=self._rt.loop.recomputed_tokens,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            recomputed_tokens=totals.recomputed_tokens,
             checkpoints_written=store.written.records,
             checkpoints_read=sum(usage.records for usage in store.read.values()),
             checkpoints_corrupt=store.corrupt,

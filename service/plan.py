@@ -1,6 +1,7 @@
 """The language between scheduler and engine: one step's orders and what came of them. Values only.
 
-The engine carries out a `StepPlan` in this order: leave, open, prefill, sample, decode, close. It decides nothing.
+The engine carries out a `StepPlan` in this order: leave, open, encode, prefill, sample, decode, close. It decides
+nothing.
 A row is one sequence's state inside the engine, named by a small integer that is never used twice.
 """
 

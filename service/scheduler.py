@@ -177,10 +177,6 @@ class Scheduler:
         entry = self._entries.get(row)
         return entry.state if entry else State.DONE
 
-    def rows(self) -> Sequence[RowId]:
-        """Every row that is not DONE."""
-        return tuple(self._entries)
-
     @property
     def reserved_bytes(self) -> int:
         """What rows under way may grow to, padding aside."""

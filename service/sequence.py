@@ -1,12 +1,14 @@
 """One sequence on the engine thread: a work, the tokens so far, what it cost, and its place in the tree.
 
-Owns the receipt's arithmetic and the row's text; the scheduler owns its state, the engine its KV cache.
+Owns the receipt's arithmetic, the row's text and which of its places somebody wants; the scheduler owns its state, the
+engine its KV cache.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.checkpoints import Take, take_at
@@ -15,9 +17,23 @@ from kvcache.records import FetchResult, Tier
 from kvcache.restore import disk_tokens
 from kvcache.schedule import Call, plan_calls
 from service.events import FinishReason, Timing
-from service.plan import Restored, RowId
+from service.plan import Picked, Restored, RowId
 from service.recorder import Recorder
-from service.work import Work, WorkEvent
+from service.text.stream import Piece
+from service.work import Tokens, Work, WorkEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Who wants the state at one place. False if nobody does."""
+
+    declared: bool  # it is among the places to keep
+    rehomed: bool  # the parent's own, which was lost and is computed again on the way
+    reasoning_end: bool  # which was not told yet
+    end: bool  # the generation's, which may be gone on from
+
+    def __bool__(self) -> bool:
+        return self.declared or self.rehomed or self.reasoning_end or self.end
 
 
 class Sequence:
@@ -88,21 +104,28 @@ class Sequence:
         generation = self.work.generation
         return generation is not None and generation.mark_reasoning and not self.mark_told
 
-    def take_at(self, end: int) -> Take:
-        """What to keep at the boundary or place `end`: all of a place that was asked for, else as the policy says."""
+    def asked_at(self, end: int, *, final: bool = False) -> Asked:
+        """Who wants the state at exactly `end`; `final`: the generation's last."""
         base = self.work.base
-        if self.keeps(end):
+        return Asked(
+            declared=end in self.work.keep,
+            rehomed=self.rehomes and base is not None and end == base.end,
+            reasoning_end=end == self.mark_at and not self.mark_told,
+            end=final and self.keeps_state,
+        )
+
+    def take_at(self, end: int, *, final: bool = False) -> Take:
+        """What to keep at the boundary or place `end`: all of one that is asked for or final, else as the policy says.
+
+        Asked once for each place, before the step that reaches it.
+        """
+        if final or self.asked_at(end):
             return Take(self._layout.kinds)
+        base = self.work.base
         places = [*self.work.keep, base.end] if self.rehomes and base is not None else self.work.keep
         return take_at(
             self._policy, self._layout, end, places=places, open_end=self.keeps_state or self._marks_reasoning
         )
-
-    def keeps(self, end: int) -> bool:
-        """Whether the state at exactly `end` is wanted, with its logits."""
-        base = self.work.base
-        marked = end == self.mark_at and not self.mark_told
-        return marked or end in self.work.keep or (self.rehomes and base is not None and end == base.end)
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""
@@ -144,6 +167,31 @@ class Sequence:
         """The parent's own state was lost and is computed again on the way."""
         base = self.work.base
         return base is not None and self.lookup is not None and self.lookup.position < base.end <= self.prompt_tokens
+
+    def picked(self, pick: Picked, now: float) -> Piece:
+        """The row has its next token; what that makes of the text, which is said already."""
+        generation = self.work.generation
+        assert generation is not None
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+        self.tokens.append(pick.token)
+        self.completion += 1
+        piece = generation.text.push(pick.token, last=pick.last)
+        self.say(piece, [pick])
+        if piece.reasoning_ended and generation.mark_reasoning:
+            self.mark_at = len(self.tokens)
+        return piece
+
+    def say(self, piece: Piece, picked: list[Picked]) -> None:
+        """The piece's text by channel; `picked` goes with its own."""
+        end = len(self.tokens)
+        for spoken in piece.before:
+            self.emit(Tokens(spoken.text, end - len(picked), [], spoken.channel))
+        if picked or piece.text:
+            self.emit(Tokens(piece.text, end - len(picked), picked, piece.channel))
+        for spoken in piece.after:
+            self.emit(Tokens(spoken.text, end, [], spoken.channel))
 
     def usage(self) -> Usage:
         """The receipt so far."""

@@ -42,6 +42,11 @@ MLX = ("mlx", "mlx_lm", "mlx_vlm")
 WIRE = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "kvfork")
 MODELS = ("transformers", "tokenizers", "gguf", "huggingface_hub", "safetensors")
 
+# What works between the engine thread's mailbox and the engine.
+ENGINE_THREAD = tuple(
+    f"service.{name}" for name in ("steps", "orders", "opening", "keeping", "ends", "rows", "parking", "restores")
+)
+
 # What a module and all below it must not import.
 NEVER: dict[str, tuple[str, ...]] = {
     "kvcache": (*WIRE, "mlx_lm", "mlx_vlm", *MODELS, "service", "kvfork_client", "kvcache.mlx_arrays"),
@@ -59,6 +64,7 @@ NEVER: dict[str, tuple[str, ...]] = {
     "service.text": (*WIRE, *MLX, "service.rpc", "service.loop", "service.engine"),
     "service.core": (*WIRE, *MLX, "service.rpc", "service.app", "service.cli"),
     "service.loop": (*WIRE, *MLX, "asyncio", "service.rpc", "service.app", "service.core"),
+    **dict.fromkeys(ENGINE_THREAD, (*WIRE, *MLX, "asyncio", "threading", "time", "service.loop", "service.engine")),
     "kvfork_client": (*MLX, *MODELS, "numpy", "service", "kvcache"),
 }
 

@@ -19,9 +19,16 @@ Undo = Callable[[], None]
 
 
 class DecodeBatch(Protocol):
-    """`rows` are in the order in which tokens go in and logits come out."""
+    """All rows that decode."""
 
-    rows: list[RowId]
+    @property
+    def rows(self) -> list[RowId]:
+        """In the order in which tokens go in and logits come out."""
+        ...
+
+    def arrange(self, calls: tuple[tuple[RowId, ...], ...]) -> None:
+        """Which rows share a model call from now on, those included that will `join`."""
+        ...
 
     def join(self, rows: list[RowId], caches: list[list]) -> None:
         """Adds rows at the end; their caches belong to the batch from now on."""
@@ -53,7 +60,7 @@ class DecodeBatch(Protocol):
 
 
 class OneCall:
-    """All rows in one batched cache, right-aligned."""
+    """The rows of one call, in one batched cache, right-aligned. A part of `Groups`, which is the `DecodeBatch`."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout

@@ -11,11 +11,11 @@ from functools import partial
 import mlx.core as mx
 
 from kvcache.layout import CacheLayout
-from service.engine.batch import OneCall, OneCallEach, Undo
+from service.engine.batch import DecodeBatch, OneCall, OneCallEach, Undo
 from service.plan import Capture, Payloads, RowId
 
 
-def decode_batch(layout: CacheLayout) -> Groups | OneCallEach:
+def decode_batch(layout: CacheLayout) -> DecodeBatch:
     """An empty batch of the form that the layout allows."""
     return OneCallEach(layout) if layout.alone else Groups(layout)
 

@@ -127,14 +127,12 @@ class SharedPayloads:
     def __init__(self, restores: list[Restored]) -> None:
         self._wanted = Counter(id(payload) for restored in restores for payload in restored.payloads)
         self._held: dict[int, Arrays] = {}
-        self.decoded = 0
 
     def arrays(self, payload: bytes | bytearray | memoryview) -> Arrays:
         """The payload's arrays. Each caller has objects of its own: a cache that writes in place changes no other."""
         arrays = self._held.get(id(payload))
         if arrays is None:
             arrays = from_payload(payload)
-            self.decoded += 1
             if self._wanted[id(payload)] < 2:
                 return arrays
             self._held[id(payload)] = arrays

@@ -58,7 +58,6 @@ class MlxEngine:
         self._layout = layout
         self._rows: dict[RowId, _Row] = {}
         self._batch = decode_batch(layout)
-        self.payloads_decoded = 0  # records that were made arrays: one that several rows restore at once counts once
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
@@ -66,7 +65,6 @@ class MlxEngine:
         payloads = layers.SharedPayloads([order.restored for order in plan.open if order.restored is not None])
         for order in plan.open:
             self._guard(order.row, result, self._open, order, payloads)
-        self.payloads_decoded += payloads.decoded
         del payloads
         began = time.perf_counter()
         for call in plan.prefill:

@@ -21,6 +21,7 @@ BENCHES = {
     "constraint": "free chats beside constrained ones (gemma3)",
     "fair": "a chat beside a long prompt, and short prompts behind one (gemma3)",
     "memory": "memory of many long snapshots and of a fork (tiny-gemma3)",
+    "step": "where a decode step's time goes, beside reading every weight once (gemma3)",
     "batch": "how decoding four rows together differs from one alone (gemma3 and every tiny model)",
     "store": "the record store against plain files",
     "rpc": "what a token and a first token cost beyond the engine (tiny-llama)",

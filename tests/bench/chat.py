@@ -1,8 +1,9 @@
-"""Concurrent chats: tokens per second of all together, ours and the peer's in turn with the same texts.
+"""Concurrent chats: tokens per second of all together, ours and each peer's in turn with the same texts.
 
 A chat is a raw text of about 100 words and a greedy answer of fixed length. *Aggregate* counts every new token over
 the time from the first request to the last token, prefill included. *Decode* counts those tokens that came while every
-chat was already answering and none had ended.
+chat was already answering and none had ended. `chat.aggregate_over_peer_N` is against the better peer at N chats; the
+other's line ends in `_other`.
 
 The host's share of a step comes from one more run of our server with a stop watch around its model thread
 (`tests.bench.timed_serve`), so that the stop watch is in none of the other figures.
@@ -17,11 +18,12 @@ from dataclasses import dataclass
 
 from service.models import resolve
 from tests.bench.ours import TIMED, Reply, Server, raw
-from tests.bench.peer import NAME, Peer, PeerReply
+from tests.bench.peer import MLX_LM, MLX_VLM, Kind, Peer, PeerReply
 from tests.bench.report import Bystanders, Figure, Options, Quiet, emit, median, note, spread
 from tests.bench.texts import prose
 
 WIDTHS = (1, 2, 4, 8)
+PEERS = (MLX_LM, MLX_VLM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,12 @@ def run(options: Options) -> None:
     widths = (1, 2) if options.quick else WIDTHS
     rounds = options.runs or (1 if options.quick else 3)
     mine: dict[int, list[Speed]] = {width: [] for width in widths}
-    theirs: dict[int, list[Speed]] = {width: [] for width in widths}
+    theirs: dict[Kind, dict[int, list[Speed]]] = {kind: {width: [] for width in widths} for kind in PEERS}
     seed = 5000
     with ExitStack() as stack:
-        peer = stack.enter_context(Peer(resolve(model)))
+        peers = [stack.enter_context(Peer(resolve(model), kind=kind)) for kind in PEERS]
         ours = stack.enter_context(Server(model))
-        pids = [ours.pid, peer.pid]
+        pids = [ours.pid, *(peer.pid for peer in peers)]
         quiet, others = Quiet(pids, patience=2 if options.quick else 40), Bystanders(pids)
         ours.generate(raw("Warm up."), 4)
         for number in range(rounds):
@@ -52,38 +54,23 @@ def run(options: Options) -> None:
                 prompts = [prose(words, seed + chat) for chat in range(width)]
                 turns: list[Callable[[], None]] = [
                     lambda p=prompts, w=width: mine[w].append(_ours(ours, p, answer)),
-                    lambda p=prompts, w=width: theirs[w].append(_peer(peer, p, answer)),
+                    *(
+                        lambda k=peer, p=prompts, w=width: theirs[k.kind][w].append(_peer(k, p, answer))
+                        for peer in peers
+                    ),
                 ]
                 for turn in turns if number % 2 == 0 else reversed(turns):
                     quiet.wait()
                     turn()
-                note(
-                    f"  round {number + 1} of {rounds}, {width} chats: {mine[width][-1].aggregate:.1f} tok/s, "
-                    f"{NAME} {theirs[width][-1].aggregate:.1f} (decode {mine[width][-1].decode:.1f} and "
-                    f"{theirs[width][-1].decode:.1f})"
-                )
+                said = [("ours", mine[width][-1]), *((kind.name, theirs[kind][width][-1]) for kind in PEERS)]
+                told = ", ".join(f"{name} {speed.aggregate:.1f} (decode {speed.decode:.1f})" for name, speed in said)
+                note(f"  round {number + 1} of {rounds}, {width} chats, tok/s: {told}")
         busy = others.cores()
     for width in widths:
-        ratios = [a.aggregate / b.aggregate for a, b in zip(mine[width], theirs[width], strict=True)]
-        emit(
-            Figure(
-                metric=f"chat.aggregate_over_peer_{width}",
-                value=median(ratios),
-                unit="ratio",
-                ours=median(s.aggregate for s in mine[width]),
-                against=median(s.aggregate for s in theirs[width]),
-                peer=NAME,
-                model=model,
-                n=rounds,
-                extra={
-                    "spread": spread(ratios),
-                    "ours_decode": median(s.decode for s in mine[width]),
-                    "against_decode": median(s.decode for s in theirs[width]),
-                    "sides_unit": "tok/s",
-                },
-            ),
-            others=busy,
-        )
+        better = max(PEERS, key=lambda kind, w=width: median(s.aggregate for s in theirs[kind][w]))
+        for kind in PEERS:
+            suffix = str(width) if kind is better else f"{width}_other"
+            _over_peer(suffix, model, mine[width], theirs[kind][width], kind, busy)
     widest = widths[-1]
     gains = [a.decode / b.decode for a, b in zip(mine[widest], mine[1], strict=True)]
     emit(
@@ -108,10 +95,35 @@ def run(options: Options) -> None:
             options.plots / "chat.png",
             widths,
             ours=[median(s.aggregate for s in mine[w]) for w in widths],
-            peer=[median(s.aggregate for s in theirs[w]) for w in widths],
-            peer_name=NAME,
+            peers={kind.name: [median(s.aggregate for s in theirs[kind][w]) for w in widths] for kind in PEERS},
             model=model,
         )
+
+
+def _over_peer(
+    suffix: str, model: str, mine: Sequence[Speed], theirs: Sequence[Speed], kind: Kind, busy: float | None
+) -> None:
+    """The figure for one number of chats beside one peer."""
+    ratios = [a.aggregate / b.aggregate for a, b in zip(mine, theirs, strict=True)]
+    emit(
+        Figure(
+            metric=f"chat.aggregate_over_peer_{suffix}",
+            value=median(ratios),
+            unit="ratio",
+            ours=median(s.aggregate for s in mine),
+            against=median(s.aggregate for s in theirs),
+            peer=kind.name,
+            model=model,
+            n=len(ratios),
+            extra={
+                "spread": spread(ratios),
+                "ours_decode": median(s.decode for s in mine),
+                "against_decode": median(s.decode for s in theirs),
+                "sides_unit": "tok/s",
+            },
+        ),
+        others=busy,
+    )
 
 
 def _ours(server: Server, prompts: Sequence[str], answer: int) -> Speed:

@@ -41,7 +41,7 @@ class Alone:
         self._asked: tuple[list[int], int] | None = None
         self._answer: tuple[float, float] = (0.0, 0.0)
         self._rows = 1 << 20  # beyond the loop's own
-        self.loop = EngineLoop(self._load, Scheduler(SchedulerConfig()), self._flush)
+        self.loop = EngineLoop(self._load, Scheduler(SchedulerConfig()), self._flush, snapshot_wait=10.0)
         self._loaded = threading.Event()
         self._done = threading.Event()
         self.loop.start()

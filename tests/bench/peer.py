@@ -1,4 +1,4 @@
-"""The peer: `mlx_lm.server` from the same environment, over its own HTTP completions endpoint."""
+"""The peers: `mlx_lm.server` and `mlx_vlm.server` from the same environment, over their own HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -14,20 +14,38 @@ from types import TracebackType
 
 from tests.bench.ours import CALL_SECONDS, START_SECONDS, Process
 
-NAME = f"mlx_lm.server {version('mlx-lm')}"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One peer's program: its flags at their best for what is measured, and where it answers.
+
+    A server without an endpoint for raw text gets the text as the one turn of a chat.
+    """
+
+    name: str
+    module: str
+    flags: tuple[str, ...]
+    chat: bool
+
 
 # Its defaults batch 32 decodes and 8 prompts, enough for every bench here; the prompt cache must hold what a bench
 # comes back to.
-FLAGS = (
-    "--decode-concurrency",
-    "32",
-    "--prompt-concurrency",
-    "8",
-    "--prompt-cache-size",
-    "32",
-    "--log-level",
-    "WARNING",
+MLX_LM = Kind(
+    name=f"mlx_lm.server {version('mlx-lm')}",
+    module="mlx_lm.server",
+    flags=(
+        *("--decode-concurrency", "32", "--prompt-concurrency", "8"),
+        *("--prompt-cache-size", "32", "--log-level", "WARNING"),
+    ),
+    chat=False,
 )
+MLX_VLM = Kind(
+    name=f"mlx_vlm.server {version('mlx-vlm')}",
+    module="mlx_vlm.server",
+    flags=("--log-level", "WARNING"),
+    chat=True,
+)
+NAME = MLX_LM.name
 
 
 @dataclass(slots=True)
@@ -48,22 +66,25 @@ class PeerReply:
 
 
 class Peer:
-    """A running `mlx_lm.server`."""
+    """A running peer."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, kind: Kind = MLX_LM) -> None:
+        self.kind = kind
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "tests.bench.peer_main", str(folder)]
-        self.process = Process([*command, "--host", "127.0.0.1", "--port", str(self._port), *FLAGS, *flags])
+        command = [sys.executable, "-m", "tests.bench.peer_main", kind.module, str(folder)]
+        self.process = Process([*command, "--host", "127.0.0.1", "--port", str(self._port), *kind.flags, *flags])
+        self._model = ""  # as the peer calls it
 
     def __enter__(self) -> Peer:
         until = time.monotonic() + START_SECONDS
         try:
+            self._model = self.process.wait_line("serving ")
             while not self._answers():
                 self.process.check()
                 if time.monotonic() > until:
-                    raise TimeoutError(f"{NAME} did not come up:\n{self.process.log_tail()}")
+                    raise TimeoutError(f"{self.kind.name} did not come up:\n{self.process.log_tail()}")
                 time.sleep(0.1)
             self.complete("Warm up.", 2)  # the model is loaded beside the HTTP server: wait for it as well
         except BaseException:
@@ -82,8 +103,10 @@ class Peer:
 
     def complete(self, prompt: str, max_tokens: int, into: PeerReply | None = None) -> PeerReply:
         """Greedy completion of a raw text, streamed; returns when it has ended. `into` grows meanwhile."""
+        told = {"messages": [{"role": "user", "content": prompt}]} if self.kind.chat else {"prompt": prompt}
         body = {
-            "prompt": prompt,
+            **told,
+            "model": self._model if self.kind.chat else "default_model",
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "stream": True,
@@ -92,22 +115,24 @@ class Peer:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=CALL_SECONDS)
         reply = into if into is not None else PeerReply(sent=0.0)
         reply.sent = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        path = "/v1/chat/completions" if self.kind.chat else "/v1/completions"
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise RuntimeError(f"{NAME} answered {response.status}: {response.read()!r}")
+            raise RuntimeError(f"{self.kind.name} answered {response.status}: {response.read()!r}")
         while line := response.readline():
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                 continue
             event = json.loads(line[6:])
             if event.get("usage"):
                 usage = event["usage"]
-                reply.prompt_tokens = usage["prompt_tokens"]
-                reply.completion_tokens = usage["completion_tokens"]
+                reply.prompt_tokens = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+                reply.completion_tokens = usage.get("completion_tokens", usage.get("output_tokens", 0))
                 reply.cached_tokens = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
             if event["choices"]:
-                text = event["choices"][0].get("text", "")
-                if text or event["choices"][0].get("finish_reason"):
+                choice = event["choices"][0]
+                text = (choice.get("delta", {}).get("content") if self.kind.chat else choice.get("text")) or ""
+                if text or choice.get("finish_reason"):
                     reply.times.append(time.perf_counter())
                     reply.text += text
         reply.done = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Runs `mlx_lm.server` as fast as this machine lets it: MKL in front of MLX's own products, weights in float32.
+"""Runs a peer as fast as this machine lets it: MKL in front of MLX's own products, weights in float32.
 
-    python -m tests.bench.peer_main MODEL_FOLDER FLAGS-OF-MLX_LM.SERVER...
+    python -m tests.bench.peer_main MODULE MODEL_FOLDER FLAGS-OF-THE-PEER...
 
 Half precision products are fifty times slower on a CPU, so the weights are copied to float32 first, into a folder that
 goes with the process; a peer that computes in bfloat16 here would be beaten by its dtype. On other devices the folder
@@ -9,6 +9,7 @@ is served as it is.
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import sys
 import tempfile
@@ -33,19 +34,18 @@ def float32_copy(folder: Path, target: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    folder, *flags = arguments
+    module, folder, *flags = arguments
     report = cpu.prepare()
     cpu.mlx()
-    from mlx_lm import server
-
     warnings.filterwarnings("ignore", message="mlx_lm.server is not recommended")
     with tempfile.TemporaryDirectory(prefix="kvfork-bench-") as copy:
         model = folder
         if report.compute_dtype == "float32":
             float32_copy(Path(folder), Path(copy))
             model = copy
-        sys.argv = ["mlx_lm.server", "--model", model, *flags]
-        server.main()
+        print(f"serving {model}", flush=True)
+        sys.argv = [module, "--model", model, *flags]
+        runpy.run_module(module, run_name="__main__")
 
 
 if __name__ == "__main__":

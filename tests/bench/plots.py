@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 def draw_chat(
-    path: Path, widths: Sequence[int], *, ours: Sequence[float], peer: Sequence[float], peer_name: str, model: str
+    path: Path, widths: Sequence[int], *, ours: Sequence[float], peers: Mapping[str, Sequence[float]], model: str
 ) -> None:
     """Tokens per second of all chats by how many there are."""
     import matplotlib
@@ -17,7 +17,8 @@ def draw_chat(
 
     figure, axes = plt.subplots(figsize=(5, 3.2), dpi=100)
     axes.plot(widths, ours, marker="o", label="kvfork")
-    axes.plot(widths, peer, marker="s", linestyle="--", label=peer_name)
+    for (name, speeds), marker in zip(peers.items(), "s^v", strict=False):
+        axes.plot(widths, speeds, marker=marker, linestyle="--", label=name)
     axes.set_xticks(list(widths))
     axes.set_xlabel("chats at once")
     axes.set_ylabel("new tokens per second, all chats")

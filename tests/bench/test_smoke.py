@@ -18,7 +18,9 @@ PROMISED = {
     },
     "chat": {
         "chat.aggregate_over_peer_1",
+        "chat.aggregate_over_peer_1_other",
         "chat.aggregate_over_peer_2",
+        "chat.aggregate_over_peer_2_other",
         "chat.decode_2_over_1",
         "chat.host_share_of_step",
     },
@@ -36,6 +38,7 @@ PROMISED = {
         "memory.fork8_active_over_ideal",
         "memory.extra_over_uncheckpointed",
     },
+    "step": {"step.over_floor_1", "step.over_floor_2"},
     "batch": {"batch.max_logprob_difference_4_vs_1", "batch.token_agreement_4_vs_1"},
     "store": {
         "store.write_over_raw_write",

@@ -6,10 +6,28 @@ from collections.abc import Iterator
 
 import pytest
 
+from service.engine import cpu
 from tests.engine.rig import Rig, open_rig
 
 TINY = ("tiny-llama", "tiny-gemma3", "tiny-gemma3-w64", "tiny-gpt-oss", "tiny-qwen3_5", "tiny-lfm2")
 REAL = ("smollm2", "gemma3")
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Payloads of records that were made arrays, each as often as it was."""
+    cpu.mlx()
+    from service.engine import layers
+
+    payloads: list[object] = []
+    decode = layers.from_payload
+
+    def counted(payload):
+        payloads.append(payload)
+        return decode(payload)
+
+    monkeypatch.setattr(layers, "from_payload", counted)
+    return payloads
 
 
 @pytest.fixture(scope="module", params=TINY)

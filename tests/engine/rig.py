@@ -98,7 +98,7 @@ class Rig:
         self.grammars = Grammars(self.codec, detect(self.codec))
         self._ready = threading.Event()
         self._broken: Exception | None = None
-        self.loop = EngineLoop(self._load, Scheduler(SchedulerConfig(max_rows=rows)), lambda: None)
+        self.loop = EngineLoop(self._load, Scheduler(SchedulerConfig(max_rows=rows)), lambda: None, snapshot_wait=10.0)
         self.loop.start()
         assert self._ready.wait(240)
         if self._broken is not None:

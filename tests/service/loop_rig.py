@@ -25,6 +25,7 @@ from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled,
 LAYOUT = CacheLayout((LayerSpec(LayerKind.FULL), LayerSpec(LayerKind.WINDOW, 300), LayerSpec(LayerKind.STATE)))
 GREEDY = Sampling(temperature=0.0, seed=0)
 MIB = 1 << 20
+SNAPSHOT_WAIT = 10.0  # seconds
 
 
 class PlainText:
@@ -125,7 +126,7 @@ class LoopRig:
         share_decoded: bool = False,
         checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
         queue_bytes: int = MIB,
-        snapshot_wait: float = 10.0,
+        snapshot_wait: float = SNAPSHOT_WAIT,
         storage: Storage | None = None,
         started: bool = False,
     ) -> None:
@@ -162,7 +163,7 @@ class LoopRig:
             lambda: self.now,
             snapshot_wait=snapshot_wait,
         )
-        self.loop._take_over(self.engine, self.cache)
+        self.steps = self.loop._take_over(self.engine, self.cache)
         self.heard: list[Heard] = []
         if started:
             self.store.start()
@@ -217,19 +218,22 @@ class LoopRig:
 
     def turn(self) -> bool:
         """One step; False if there is nothing to do."""
-        loop = self.loop
-        deadline = loop._parking.next_deadline()
+        deadline = self.steps.parking.next_deadline()
         due = deadline is not None and deadline <= self.now
-        if not loop._inbox and loop._scheduler.is_idle and not loop._to_close and not due:
+        if not self.loop._inbox and not self.steps.has_work and not due:
             return False
-        loop._drain()
-        loop._tick()
+        self.drain()
+        self.steps.tick()
         return True
+
+    def drain(self) -> None:
+        """What the loop does before a step."""
+        self.loop._drain(self.steps)
 
     def until(self, heard: Heard, state: State) -> None:
         """Turns until the row is in `state`, and has picked a token if that is DECODE."""
         for _ in range(1000):
-            if self.state(heard) is state and heard.row in self.loop._sequences:
+            if self.state(heard) is state and heard.row in self.steps.rows:
                 return
             assert self.turn(), f"{heard.events} never reached {state}"
         raise AssertionError(state)
@@ -249,7 +253,7 @@ class LoopRig:
                 self.store.run_pending()
                 if self.scheduler.waits_for_loan:
                     self.now += 0.1
-                    self.loop._tick()
+                    self.steps.tick()
                 elif not self.loop._inbox:
                     return
 
@@ -263,7 +267,7 @@ class LoopRig:
                     self.cache.let_go(event.node)
         self.heard.clear()
         assert self.engine.rows == frozenset()
-        assert self.scheduler.rows() == ()
+        assert self.scheduler.count(*State) == 0
         assert self.store.stats().pinned == 0
         assert [node for node in self.cache._tree if node.holds or node.is_tail] == []
         assert self.store.stats().failed_jobs == 0

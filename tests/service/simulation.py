@@ -340,7 +340,7 @@ class Load:
                 assert name in ready[slots:]
 
     def check_conservation(self) -> None:
-        assert set(self.scheduler.rows()) == self.rows.keys()
+        assert self.scheduler.count(*State) == len(self.rows)
         for name, row in self.rows.items():
             assert self.scheduler.state(name) is row.state
         under_way = [row for row in self.rows.values() if row.state is not State.QUEUED]

@@ -109,7 +109,7 @@ def test_while_a_generation_runs_only_the_newest_state_is_held_and_not_on_disk(p
 def test_a_prefill_that_is_stopped_hands_out_its_last_block(policy: CheckpointPolicy) -> None:
     rig = rig_with(policy)
     heard = rig.submit(prompt_of(2_000), generate=5, save=True)
-    while not rig.loop._sequences or rig.loop._sequences[heard.row].position < 800:
+    while heard.row not in rig.steps.rows or rig.steps.rows[heard.row].position < 800:
         assert rig.turn()
     rig.loop.stop(heard.row)
     rig.run()

@@ -27,13 +27,14 @@ from service.errors import (
 )
 from service.events import FinishReason
 from service.footprint import Footprint
-from service.loop import RESTORE_TRIES, EngineLoop
+from service.loop import EngineLoop
+from service.opening import RESTORE_TRIES
 from service.plan import Prefill, RowId, StepPlan, StepResult
 from service.request import Sampling
 from service.scheduler import Scheduler, SchedulerConfig, State
 from service.text.stream import Piece
 from service.work import Admitted, Ended, Failed, NodeAt, Work
-from tests.service.loop_rig import LAYOUT, Heard, LoopRig, PlainText
+from tests.service.loop_rig import LAYOUT, SNAPSHOT_WAIT, Heard, LoopRig, PlainText
 
 
 def prompt_of(length: int, seed: object = 1) -> list[int]:
@@ -65,7 +66,7 @@ def test_a_generation_says_when_it_began_what_it_picked_and_what_it_cost(rig: Lo
     end = heard.end
     assert isinstance(end, Ended)
     assert (end.reason, end.usage.completion_tokens, heard.receipt) == (FinishReason.MAX_TOKENS, 5, (0, 0, 600))
-    assert rig.loop.tokens_prefilled == 600 + 1  # the last token is fed for the snapshot
+    assert rig.loop.totals.tokens_prefilled == 600 + 1  # the last token is fed for the snapshot
 
 
 class Only:
@@ -145,12 +146,12 @@ def test_what_was_kept_is_gone_on_from_without_compute(rig: LoopRig, place: int)
     prompt = prompt_of(600)
     first = rig.submit(prompt, keep=[place])
     rig.run()
-    before = rig.loop.tokens_prefilled
+    before = rig.loop.totals.tokens_prefilled
     tokens = [*prompt[:place], *prompt_of(20, "more")]
     second = rig.submit(tokens, base=first.nodes[place], generate=4)
     rig.run()
     assert second.receipt == (place, 0, 20)
-    assert rig.loop.tokens_prefilled - before == 20
+    assert rig.loop.totals.tokens_prefilled - before == 20
     assert second.tokens == rig.engine.continuation(tokens, 4)
 
 
@@ -265,11 +266,11 @@ def test_who_goes_on_from_what_a_cancelled_work_kept_computes_nothing_again(two:
     (end,) = heard.final
     kept = heard.nodes[end]
     prompt = prompt_of(700)
-    before = two.loop.tokens_prefilled
+    before = two.loop.totals.tokens_prefilled
     again = two.submit(prompt if state is State.PREFILL else kept.all_tokens(), base=kept, generate=6)
     two.run()
     assert again.receipt == (end, 0, max(0, 700 - end))
-    assert two.loop.tokens_prefilled - before == max(0, 700 - end)
+    assert two.loop.totals.tokens_prefilled - before == max(0, 700 - end)
     whole = [*heard.tokens, *again.tokens]
     assert whole == two.engine.continuation(prompt, len(whole))
 
@@ -281,12 +282,12 @@ def test_the_same_call_again_finds_the_blocks_of_the_one_that_was_cancelled(two:
     two.turn()
     two.loop.cancel(first.row)
     two.run()
-    done = two.loop.tokens_prefilled
+    done = two.loop.totals.tokens_prefilled
     assert 0 < done < 700
     again = two.submit(prompt, generate=6)
     two.run()
     assert again.receipt == (done, 0, 700 - done)
-    assert two.loop.tokens_prefilled == 700
+    assert two.loop.totals.tokens_prefilled == 700
     assert again.tokens == two.engine.continuation(prompt, 6)
 
 
@@ -452,7 +453,7 @@ def test_a_row_whose_state_was_lost_can_be_ended(state: State, way: str) -> None
     rig.store.flush(0.0)
     if state is State.PREFILL:
         rig.store.run_pending()
-        rig.loop._drain()
+        rig.drain()
     assert (rig.state(heard), len(heard.tokens), heard.end) == (state, picked, None)
     if way == "time":
         rig.now += 10
@@ -518,12 +519,12 @@ def test_more_recompute_than_allowed_is_refused_before_any_of_it(rig: LoopRig) -
     rig.run()
     node = kept.nodes[600]
     rig.store.delete([RecordId(node.key, RecordKind.STATE)])
-    before = rig.loop.tokens_prefilled
+    before = rig.loop.totals.tokens_prefilled
     heard = rig.submit([*prompt, 1], base=node, generate=2, max_recompute_tokens=87)
     rig.run()
     assert isinstance(heard.error, RecomputeLimit)
     assert heard.error.metadata == {"needed": "88", "allowed": "87", "nearestCheckpoint": "512"}
-    assert (len(heard.events), rig.loop.tokens_prefilled) == (1, before)
+    assert (len(heard.events), rig.loop.totals.tokens_prefilled) == (1, before)
     allowed = rig.submit([*prompt, 1], base=node, generate=2, max_recompute_tokens=88)
     rig.run()
     assert allowed.receipt == (512, 88, 1)
@@ -549,12 +550,12 @@ def test_a_call_whose_deadline_passes_in_the_queue_computes_nothing() -> None:
     first = rig.submit(prompt_of(10), generate=20)
     late = rig.submit(prompt_of(10, 2), generate=2, most_new_tokens=2, deadline=rig.now + 5.0)
     rig.until(first, State.DECODE)
-    before = rig.loop.tokens_prefilled
+    before = rig.loop.totals.tokens_prefilled
     rig.now += 5.0
     rig.turn()
     assert isinstance(late.error, DeadlineUnmet)
     rig.run()
-    assert (len(late.events), rig.loop.tokens_prefilled) == (1, before)
+    assert (len(late.events), rig.loop.totals.tokens_prefilled) == (1, before)
     rig.settle()
 
 
@@ -563,7 +564,7 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun() -> None:
     prompt = prompt_of(600)
     known = rig.submit(prompt, keep=[600])  # nothing is known of the pace yet
     rig.run()
-    before = rig.loop.tokens_prefilled
+    before = rig.loop.totals.tokens_prefilled
     late = rig.submit(prompt_of(600, 2), generate=2, deadline=rig.now + 5.9)
     kept = rig.submit(prompt_of(600, 3), generate=2, deadline=rig.now + 5.9, save=True, save_on_cancel=True)
     warm = rig.submit([*prompt, 7], base=known.nodes[600], generate=2, deadline=rig.now + 5.9)
@@ -573,7 +574,7 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun() -> None:
     assert late.error.metadata == {"neededSeconds": "6.000", "leftSeconds": "5.900"}
     assert len(late.events) == 1
     assert [len(heard.tokens) for heard in (kept, warm, ample)] == [2, 2, 2]
-    assert rig.loop.tokens_prefilled - before == 600 + 1 + 1 + 600  # one to save, one behind the snapshot
+    assert rig.loop.totals.tokens_prefilled - before == 600 + 1 + 1 + 600  # one to save, one behind the snapshot
     rig.settle()
 
 
@@ -825,7 +826,8 @@ class Listener:
 
 
 def threaded(load: Callable[[], object], rows: int = 1) -> EngineLoop:
-    return EngineLoop(load, Scheduler(SchedulerConfig(max_rows=rows)), lambda: None)  # type: ignore[arg-type]
+    scheduler = Scheduler(SchedulerConfig(max_rows=rows))
+    return EngineLoop(load, scheduler, lambda: None, snapshot_wait=SNAPSHOT_WAIT)  # type: ignore[arg-type]
 
 
 def short_work() -> Work:
@@ -904,7 +906,13 @@ def test_a_step_that_takes_too_long_shows() -> None:
     rig = LoopRig(engine=Gate(breaks=False))
     now = itertools.count()
     clock = {"now": 0.0}
-    loop = EngineLoop(lambda: (rig.engine, rig.cache), Scheduler(SchedulerConfig()), lambda: None, lambda: clock["now"])
+    loop = EngineLoop(
+        lambda: (rig.engine, rig.cache),
+        Scheduler(SchedulerConfig()),
+        lambda: None,
+        lambda: clock["now"],
+        snapshot_wait=SNAPSHOT_WAIT,
+    )
     loop.start()
     listener = Listener()
     loop.submit(short_work(), listener)
@@ -949,7 +957,11 @@ def test_works_of_a_step_that_hangs_are_given_up_and_the_thread_goes_on_without_
     rig = LoopRig(engine=Gate(breaks=False))
     clock = {"now": 0.0}
     loop = EngineLoop(
-        lambda: (rig.engine, rig.cache), Scheduler(SchedulerConfig(max_rows=2)), lambda: None, lambda: clock["now"]
+        lambda: (rig.engine, rig.cache),
+        Scheduler(SchedulerConfig(max_rows=2)),
+        lambda: None,
+        lambda: clock["now"],
+        snapshot_wait=SNAPSHOT_WAIT,
     )
     loop.start()
     works = [Listener() for _ in range(3)]
@@ -1028,6 +1040,35 @@ def test_memory_is_given_back_once_each_time_that_work_has_ceased(monkeypatch: p
     loop.close()
 
 
+def test_asking_again_for_a_loan_gives_no_memory_back_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.loop.RELAX_AFTER", 0.01)
+    engine, asked = Restful(), threading.Semaphore(0)
+    engine.footprint = Footprint(per_token=10, fixed=500, weights=1000)
+    rig = LoopRig(engine=engine)
+
+    def refuse(size: int) -> int:
+        asked.release()
+        return size
+
+    monkeypatch.setattr(rig.cache.store, "lend", refuse)
+    loop = EngineLoop(
+        lambda: (rig.engine, rig.cache),
+        Scheduler(SchedulerConfig(active_bytes=1, idle_bytes=1 << 20)),
+        lambda: None,
+        lambda: 0.0,
+        snapshot_wait=SNAPSHOT_WAIT,
+    )
+    loop.start()
+    listener = Listener()
+    row = loop.submit(short_work(), listener)
+    for _ in range(20):
+        assert asked.acquire(timeout=60)
+    assert engine.rests <= 1
+    loop.cancel(row)
+    assert isinstance(listener.end(), Failed)
+    loop.close()
+
+
 def test_a_row_that_fails_last_leaves_no_loan_behind() -> None:
     rig = LoopRig(active=1)
     rig.engine.footprint = rig.scheduler.footprint = Footprint(per_token=10, fixed=500, weights=1000)
@@ -1035,8 +1076,8 @@ def test_a_row_that_fails_last_leaves_no_loan_behind() -> None:
     rig.until(heard, State.DECODE)
     rig.turn()
     assert rig.store._lent > 0
-    rig.loop._fail(heard.row, ValueError("the model refused it"), closed=True)
-    assert rig.scheduler.rows() == ()
+    rig.steps.rows.fail(heard.row, ValueError("the model refused it"), closed=True)
+    assert rig.scheduler.count(*State) == 0
     assert rig.store._lent == 0
 
 
@@ -1045,9 +1086,9 @@ def test_an_early_end_hands_out_the_deepest_place_that_stands(two: LoopRig, way:
     prompt = prompt_of(2_000)
     heard = two.submit(prompt, keep=[700], generate=5, save=True)
     two.until(heard, State.PREFILL)
-    while two.loop._sequences[heard.row].position < 1_024:
+    while two.steps.rows[heard.row].position < 1_024:
         assert two.turn()
-    last = two.loop._sequences[heard.row].recorder.last_block
+    last = two.steps.rows[heard.row].recorder.last_block
     for node in last.path():
         if node.end > 512:
             two.store.delete([RecordId(node.key, RecordKind.STATE)])

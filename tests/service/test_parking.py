@@ -36,7 +36,7 @@ def rig() -> Iterator[LoopRig]:
     made = slow_rig()
     yield made
     made.settle()
-    assert not made.loop._parking
+    assert not made.steps.parking
 
 
 def turn_all(rig: LoopRig) -> None:
@@ -231,19 +231,32 @@ def test_on_a_stalled_disk_all_rows_together_park_a_bounded_number_of_bytes() ->
     rig = slow_rig(rows=4, queue=60)
     calls = [rig.submit(prompt_of(30, i), generate=3, save=True) for i in range(60)]
     turn_all(rig)
-    parked = [place for places in rig.loop._parking._rows.values() for place in places]
-    assert 0 < sum(place.bytes for place in parked) == rig.loop._parking._bytes <= 4 * 2 * QUEUE
+    parked = [place for places in rig.steps.parking._rows.values() for place in places]
+    assert 0 < sum(place.bytes for place in parked) == rig.steps.parking._bytes <= 4 * 2 * QUEUE
     refused = [heard for heard in calls if heard.end is not None and "SKIPPED_QUEUE_FULL" in lost(heard).values()]
     assert refused, "at once, as after the wait"
     rig.settle()
-    assert rig.loop._parking._bytes == 0
+    assert rig.steps.parking._bytes == 0
+
+
+def test_a_wait_that_is_over_gives_no_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = slow_rig()
+    rests: list[float] = []
+    monkeypatch.setattr(rig.engine, "relax", lambda: rests.append(rig.now))
+    heard = rig.submit(prompt_of(1800), keep=[1800])
+    turn_all(rig)
+    rig.now += WAIT
+    turn_all(rig)
+    assert "SKIPPED_QUEUE_FULL" in lost(heard).values()
+    assert rests == []
+    rig.settle()
 
 
 def test_a_cancelled_work_that_is_to_be_saved_waits_for_its_state(rig: LoopRig) -> None:
     heard = rig.submit(prompt_of(1800), keep=[1100, 1800], generate=4, save_on_cancel=True)
     turn_all(rig)
-    assert rig.loop._parking.holds(heard.row)
-    passed = rig.loop._sequences[heard.row].recorder.last_block
+    assert rig.steps.parking.holds(heard.row)
+    passed = rig.steps.rows[heard.row].recorder.last_block
     rig.loop.cancel(heard.row, save=True)
     turn_all(rig)
     assert heard.end is None and rig.engine.rows == frozenset()

@@ -44,7 +44,7 @@ class Run:
 def soak(model: str, seconds: float, round_seconds: float, seed: int) -> Run:
     """Rounds of traffic; after each the server must be as before."""
     run = Run(model)
-    server = LiveServer(model, *FLAGS, inside=True)
+    server = LiveServer(model, *FLAGS, inside=True, env={"TESTS_UNHURT": "1"})  # prompts are random
     try:
         canary = greedy(raw(prompt_of(300, 1)), tokens=16)
         expected = generate(server, canary).ids
@@ -73,6 +73,9 @@ def soak(model: str, seconds: float, round_seconds: float, seed: int) -> Run:
         log = server.complaints()
         if log:
             run.wrong.append(f"the log complains: {log[-2000:]}")
+    except BaseException:
+        print(f"the server's log:\n{server.log.read_text()[-20_000:]}", file=sys.stderr)
+        raise
     finally:
         server.close()
     drift = trend(run.resident)
