@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 from service.models.vision import folder, tokens
 from service.models.vision.chats import FORMS, Chat, make_chat
 from service.models.vision.drawing import draw
-from service.models.vision.scenes import Scene
+from service.models.vision.scenes import MOST_THINGS, Scene
 
 _USUAL_LENGTH = {"one": 88, "another": 144, "two": 144, "text": 64, "long": 400, "long, another": 448}  # in tokens
 IMAGE_TOKENS = (folder.SIDE // folder.PATCH // folder.MERGE) ** 2
+_GROWN, _PLAIN = 0.4, 0.45
 _STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
 
 
@@ -96,11 +97,19 @@ def patches_of(scene: Scene, size: tuple[int, int]) -> np.ndarray:
     return frames.reshape((height // side) * (width // side), -1)
 
 
-def make_batch(tokenizer: Tokenizer, rng: random.Random, budget: int) -> Batch:
-    """Chats of one form, as many as `budget` tokens hold."""
+def make_batch(tokenizer: Tokenizer, rng: random.Random, budget: int, progress: float) -> Batch:
+    """Chats of one form, as many as `budget` tokens hold.
+
+    `progress` from 0 to 1: the first pictures hold one thing and the first chats are plain; both become what they are
+    in use before half of the training is over.
+    """
+    most = min(MOST_THINGS, 1 + int(progress / _GROWN * MOST_THINGS))
     form = rng.choices(list(FORMS), list(FORMS.values()))[0]
+    if progress < _PLAIN and form != "text":
+        form = "one"
     count = max(2, budget // _USUAL_LENGTH[form])
-    rows = [encode_chat(tokenizer, make_chat(rng, form, held_out=False), IMAGE_TOKENS) for _ in range(2 * count)]
+    chats = [make_chat(rng, form, held_out=False, most=most) for _ in range(2 * count)]
+    rows = [encode_chat(tokenizer, chat, IMAGE_TOKENS) for chat in chats]
     # The shorter or the longer half of twice as many: less padding.
     rows.sort(key=lambda row: len(row.ids))
     return stack(rows[:count] if rng.random() < 0.5 else rows[count:], (folder.SIDE, folder.SIDE))

@@ -8,7 +8,7 @@ import dataclasses
 import random
 
 from service.models.vision.questions import WHICH, Question, ask_any, ask_which
-from service.models.vision.scenes import Scene, make_scene
+from service.models.vision.scenes import MOST_THINGS, Scene, make_scene
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Message:
 
 Chat = tuple[Message, ...]
 
-FORMS = {"one": 0.53, "another": 0.17, "two": 0.17, "text": 0.05, "long": 0.04, "long, another": 0.04}
+FORMS = {"one": 0.51, "another": 0.17, "two": 0.17, "text": 0.07, "long": 0.04, "long, another": 0.04}
 """Forms of a chat and how often each is trained."""
 
 _HELLO = ("Hello.", "Hello!", "Hi.", "Hello, who are you?", "What can you do?", "Who are you?")
@@ -59,8 +59,8 @@ def all_texts() -> list[str]:
     return [*_HELLO, _WELCOME, _NO_PICTURE, *_LOOK, _SEEN, *_SYSTEM, *_FILLER]
 
 
-def make_chat(rng: random.Random, form: str, *, held_out: bool) -> Chat:
-    """A chat of one of `FORMS` about new pictures of the wanted side of the split."""
+def make_chat(rng: random.Random, form: str, *, held_out: bool, most: int = MOST_THINGS) -> Chat:
+    """A chat of one of `FORMS` about new pictures of the wanted side of the split, with at most so many things each."""
     messages: list[Message] = []
     if form.startswith("long"):
         sentences = [rng.choice(_FILLER) for _ in range(rng.randint(15, 40))]
@@ -69,14 +69,14 @@ def make_chat(rng: random.Random, form: str, *, held_out: bool) -> Chat:
         messages.append(Message(role="system", text=rng.choice(_SYSTEM)))
     if form == "text":
         return (*messages, *_without_picture(rng))
-    scenes = [make_scene(rng, held_out=held_out)]
+    scenes = [make_scene(rng, held_out=held_out, most=most)]
     if form == "two":
-        scenes.append(make_scene(rng, held_out=held_out))
+        scenes.append(make_scene(rng, held_out=held_out, most=most))
         questions = [_about_two(rng, scenes) for _ in range(rng.randint(3, 5))]
         return (*messages, *_show(rng, tuple(scenes), questions))
     messages += _show(rng, tuple(scenes), [ask_any(rng, scenes[0]) for _ in range(rng.randint(2, 6))])
     if form.endswith("another"):
-        scenes.append(make_scene(rng, held_out=held_out))
+        scenes.append(make_scene(rng, held_out=held_out, most=most))
         messages += _show(rng, (scenes[1],), [_about_latest(rng, scenes) for _ in range(rng.randint(2, 4))])
     return tuple(messages)
 

@@ -67,21 +67,21 @@ class Scene:
         return hashlib.sha256(what.encode()).digest()[0] % _HELD_OUT_IN == 0
 
 
-def make_scene(rng: random.Random, *, held_out: bool) -> Scene:
-    """A random picture of one to five things of the wanted half of the split."""
+def make_scene(rng: random.Random, *, held_out: bool, most: int = MOST_THINGS) -> Scene:
+    """A random picture of one to `most` things of the wanted side of the split."""
     while True:
-        scene = _any_scene(rng)
+        scene = _any_scene(rng, most)
         if scene.held_out == held_out:
             return scene
 
 
-def _any_scene(rng: random.Random) -> Scene:
+def _any_scene(rng: random.Random, most: int) -> Scene:
     places = [(row, column) for row in range(3) for column in range(3)]
     things = []
     # Few colours and shapes in one picture make counts above one and things that differ in one respect only.
     shapes = rng.sample(SHAPES, rng.choice((2, 3, 5)))
     colours = rng.sample(list(COLOURS), rng.choice((2, 3, 6)))
-    for row, column in rng.sample(places, rng.randint(1, MOST_THINGS)):
+    for row, column in rng.sample(places, rng.randint(1, most)):
         colour = rng.choice(colours)
         radius = rng.uniform(0.105, 0.15)
         slack = 1 / 6 - radius

@@ -28,12 +28,14 @@ from service.models.vision.scenes import COLOURS, SHAPES, Scene, make_scene
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 1000, 110
+STEPS, LOOK_STEPS = 1300, 110
 BUDGET = 2048  # tokens in a batch
 SEED = 1
 _MATRIX_RATE, _OTHER_RATE = 0.02, 0.003  # of Muon and of AdamW
 _WARM_UP = 30
 _LOOK_SHARE = 0.3
+_SAID_SHARE = 0.1
+_LOOK_SIZES = (1 + len(SHAPES), 1 + len(COLOURS), 9)  # shape or none, colour or none, place
 _LOOK_PICTURES = 64
 _CHECKPOINT_EVERY = 100
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
@@ -45,26 +47,26 @@ class Trainee(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.model = net.new_model(seed)
-        self.head = nn.Linear(folder.CONFIG["vision_config"]["out_hidden_size"], len(SHAPES) + len(COLOURS) + 2)
+        self.head = nn.Linear(folder.CONFIG["vision_config"]["out_hidden_size"], sum(_LOOK_SIZES))
 
 
 def look_labels(scenes: Sequence[Scene], grid: tuple[int, int]) -> np.ndarray:
-    """int32, pictures × tokens × 2: shape and colour of what has its middle under the token, 0 for nothing."""
+    """int32, pictures × tokens × 3: shape and colour of what has its middle under the token, 0 for nothing; its place."""
     rows, columns = grid[0] // folder.MERGE, grid[1] // folder.MERGE
-    labels = np.zeros((len(scenes), rows * columns, 2), np.int32)
+    labels = np.zeros((len(scenes), rows * columns, 3), np.int32)
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    labels[..., 2] = row * 3 // rows * 3 + column * 3 // columns
     for index, scene in enumerate(scenes):
         for thing in scene.things:
             token = int(thing.y * rows) * columns + int(thing.x * columns)
-            labels[index, token] = 1 + SHAPES.index(thing.shape), 1 + list(COLOURS).index(thing.colour)
+            labels[index, token, :2] = 1 + SHAPES.index(thing.shape), 1 + list(COLOURS).index(thing.colour)
     return labels
 
 
 def look_loss(trainee: Trainee, features: mx.array, labels: mx.array) -> mx.array:
-    """Mean cross entropy of the head's two answers."""
-    found = trainee.head(features)
-    split = len(SHAPES) + 1
-    shapes = nn.losses.cross_entropy(found[..., :split], labels[..., 0], reduction="mean")
-    return shapes + nn.losses.cross_entropy(found[..., split:], labels[..., 1], reduction="mean")
+    """Mean cross entropy of the head's answers, summed over the three."""
+    parts = mx.split(trainee.head(features), [_LOOK_SIZES[0], sum(_LOOK_SIZES[:2])], axis=-1)
+    return sum(nn.losses.cross_entropy(part, labels[..., index], reduction="mean") for index, part in enumerate(parts))
 
 
 def _tower_step(
@@ -77,10 +79,11 @@ def _tower_step(
 def _whole_step(trainee: Trainee, batch: dict[str, mx.array], grid: tuple[int, int]) -> tuple[mx.array, mx.array]:
     features = net.see(trainee.model, batch["pixels"], grid) if "pixels" in batch else None
     hidden = net.read(trainee.model, batch["ids"], features, batch["slots"], batch["positions"])
-    answers = net.answer_loss(trainee.model, hidden, batch["rows"], batch["targets"])
-    if features is None:
-        return answers, answers
-    return answers + _LOOK_SHARE * look_loss(trainee, features, batch["labels"]), answers
+    weights, answers = batch["weights"], batch["answers"]
+    loss = net.text_loss(trainee.model, hidden, batch["targets"], weights)
+    if features is not None:
+        loss = loss + _LOOK_SHARE * look_loss(trainee, features, batch["labels"])
+    return loss, net.text_loss(trainee.model, mx.stop_gradient(hidden), batch["targets"], answers)
 
 
 def arrays_of(batch: Batch) -> dict[str, mx.array]:
@@ -88,15 +91,15 @@ def arrays_of(batch: Batch) -> dict[str, mx.array]:
     is_image = batch.ids == folder.CONFIG["image_token_id"]
     slots = np.full(batch.ids.shape, -1, np.int32)
     slots[is_image] = np.arange(is_image.sum())
-    following = np.roll(batch.ids, -1, axis=1).reshape(-1)
-    answered = np.roll(batch.answers, -1, axis=1)
-    answered[:, -1] = 0
-    places = np.flatnonzero(answered.reshape(-1))
-    # A few lengths only, since each one is compiled.
-    rows = np.zeros(-(-len(places) // 64) * 64, np.int32)
-    targets = np.full(rows.shape, -1, np.int32)
-    rows[: len(places)], targets[: len(places)] = places, following[places]
-    arrays = {"ids": batch.ids, "positions": batch.positions, "slots": slots, "rows": rows, "targets": targets}
+    targets = np.roll(batch.ids, -1, axis=1)
+    answers = np.roll(batch.answers, -1, axis=1)
+    answers[:, -1] = 0
+    # What a user says is learned a little too: it is mostly about what is on the picture.
+    said = (targets > folder.CONFIG["video_token_id"]) * _SAID_SHARE
+    weights = np.maximum(answers, said.astype(np.float32))
+    weights[:, -1] = 0
+    arrays = {"ids": batch.ids, "positions": batch.positions, "slots": slots, "targets": targets}
+    arrays |= {"answers": answers, "weights": weights}
     if batch.scenes:
         arrays |= {"pixels": batch.pixels, "labels": look_labels(batch.scenes, batch.grid)}
     return {name: mx.array(value) for name, value in arrays.items()}
@@ -145,7 +148,7 @@ class Training:
             grid = (folder.SIDE // folder.PATCH, folder.SIDE // folder.PATCH)
             loss = self._look(pixels, mx.array(look_labels(scenes, grid)), grid)
         else:
-            batch = batches.make_batch(self._tokenizer, rng, self._budget)
+            batch = batches.make_batch(self._tokenizer, rng, self._budget, self._progress())
             loss = self._answer(arrays_of(batch), batch.grid)
         mx.eval(self._state, loss)
         self.step += 1
@@ -184,6 +187,9 @@ class Training:
     def _plan(self) -> dict[str, Any]:
         names = ("seed", "steps", "look_steps", "budget")
         return dict(zip(names, (self._seed, self._steps, self._look_steps, self._budget), strict=True))
+
+    def _progress(self) -> float:
+        return (self.step - self._look_steps) / (self._steps - self._look_steps)
 
     def _rate(self) -> float:
         """Share of the full rate: up from nothing, then down to nothing, in each of the two parts."""
