@@ -51,7 +51,7 @@ class Trainee(nn.Module):
 
 
 def look_labels(scenes: Sequence[Scene], grid: tuple[int, int]) -> np.ndarray:
-    """int32, pictures × tokens × 3: shape and colour of what has its middle under the token, 0 for nothing; its place."""
+    """int32, pictures × tokens × 3: shape and colour of what has its middle there, 0 for nothing; the place there."""
     rows, columns = grid[0] // folder.MERGE, grid[1] // folder.MERGE
     labels = np.zeros((len(scenes), rows * columns, 3), np.int32)
     row, column = np.divmod(np.arange(rows * columns), columns)
