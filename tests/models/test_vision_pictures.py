@@ -60,6 +60,14 @@ def read(scene: Scene, text: str) -> str:
             "below": one.y > other.y,
         }
         return "yes" if holds[found[2]] else "no"
+    if text == "What do you see?":
+        found = []
+        for row, column in ((row, column) for row in range(3) for column in range(3)):
+            for thing in scene.things:
+                if (int(thing.y * 3), int(thing.x * 3)) == (row, column):
+                    article = "an" if thing.colour[0] in "aeiou" else "a"
+                    found.append(f"{article} {thing.colour} {thing.shape} {PLACES[row][column]}")
+        return ", ".join(found)
     raise AssertionError(f"no reading for {text!r}")
 
 

@@ -17,7 +17,7 @@ from service.models.vision.scenes import MOST_THINGS, Scene
 
 _USUAL_LENGTH = {"one": 88, "another": 144, "two": 144, "text": 64, "long": 400, "long, another": 448}  # in tokens
 IMAGE_TOKENS = (folder.SIDE // folder.PATCH // folder.MERGE) ** 2
-_GROWN, _PLAIN = 0.4, 0.45
+_GROWN, _PLAIN = 0.3, 0.35
 _STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
 
 
@@ -101,7 +101,7 @@ def make_batch(tokenizer: Tokenizer, rng: random.Random, budget: int, progress: 
     """Chats of one form, as many as `budget` tokens hold.
 
     `progress` from 0 to 1: the first pictures hold one thing and the first chats are plain; both become what they are
-    in use before half of the training is over.
+    in use before the training is half over.
     """
     most = min(MOST_THINGS, 1 + int(progress / _GROWN * MOST_THINGS))
     form = rng.choices(list(FORMS), list(FORMS.values()))[0]

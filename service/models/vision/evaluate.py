@@ -27,7 +27,7 @@ from service.models.vision.drawing import draw  # noqa: E402
 from service.models.vision.questions import KINDS, ask  # noqa: E402
 from service.models.vision.scenes import make_scene  # noqa: E402
 
-_LONGEST = 24  # tokens of an answer
+_LONGEST = 48  # tokens of an answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ class Question:
     answer: str
 
 
-KINDS = ("colour", "shape", "what is at", "where", "count", "is there", "side")
+KINDS = ("colour", "shape", "what is at", "where", "count", "is there", "side", "describe")
 PAIR_KINDS = ("which picture",)
 WHICH = ("first", "second")
 
@@ -143,6 +143,12 @@ def _side(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
     return f"Is the {name} {words} the {other_name}", "yes" if holds else "no"
 
 
+def _describe(_rng: random.Random, scene: Scene) -> tuple[str, str] | None:
+    # In the order of reading, so that one answer alone is right.
+    things = sorted(scene.things, key=lambda thing: (thing.row, thing.column))
+    return "What do you see", ", ".join(f"a{_n(thing.name)} {thing.name} {thing.place}" for thing in things)
+
+
 _ASK = {
     "colour": _colour,
     "shape": _shape,
@@ -151,6 +157,7 @@ _ASK = {
     "count": _count,
     "is there": _is_there,
     "side": _side,
+    "describe": _describe,
 }
 
 

@@ -28,7 +28,7 @@ from service.models.vision.scenes import COLOURS, SHAPES, Scene, make_scene
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 1300, 110
+STEPS, LOOK_STEPS = 1600, 110
 BUDGET = 2048  # tokens in a batch
 SEED = 1
 _MATRIX_RATE, _OTHER_RATE = 0.02, 0.003  # of Muon and of AdamW
