@@ -25,7 +25,7 @@ KINDS = ("colour", "shape", "what is at", "where", "count", "is there", "side", 
 PAIR_KINDS = ("which picture",)
 WHICH = ("first", "second")
 
-_PLURAL = {"circle": "circles", "square": "squares", "triangle": "triangles", "star": "stars", "cross": "crosses"}
+PLURAL = {"circle": "circles", "square": "squares", "triangle": "triangles", "star": "stars", "cross": "crosses"}
 
 
 def ask(rng: random.Random, scene: Scene, kind: str, *, suffix: str = "") -> Question | None:
@@ -99,9 +99,9 @@ def _count(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
     way = rng.randrange(4)
     what, number = (
         ("things", len(scene.things)),
-        (_PLURAL[shape], sum(thing.shape == shape for thing in scene.things)),
+        (PLURAL[shape], sum(thing.shape == shape for thing in scene.things)),
         (f"{colour} things", sum(thing.colour == colour for thing in scene.things)),
-        (f"{colour} {_PLURAL[shape]}", sum(thing.name == f"{colour} {shape}" for thing in scene.things)),
+        (f"{colour} {PLURAL[shape]}", sum(thing.name == f"{colour} {shape}" for thing in scene.things)),
     )[way]
     wording = rng.choice(("How many {} are there", "How many {} do you see"))
     return wording.format(what), str(number)

@@ -3,9 +3,8 @@
 Owns the schedule, the checkpoints and the progress lines. What step N trains on and with which rate depends on the
 seed and N alone, so an interrupted training goes on where its last checkpoint is, as if nothing had happened.
 
-First the tower alone learns to say what lies under each of its tokens, through a head that is thrown away; then the
-whole model learns to answer, the head's loss staying as a small part. Without the first part the same answers take
-several times as long to learn.
+First the tower learns to bring what lies under each of its tokens near the words for it; then the whole model learns to
+answer, that first loss staying a part of it. Without the first part the same answers take many times as long to learn.
 """
 
 import argparse
@@ -19,71 +18,74 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from service.models.vision import batches, folder, net, tokens
 from service.models.vision.batches import Batch
 from service.models.vision.net import mx, nn
+from service.models.vision.questions import PLURAL
 from service.models.vision.scenes import COLOURS, SHAPES, Scene, make_scene
 
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 1600, 110
+STEPS, LOOK_STEPS = 2200, 130
 BUDGET = 2048  # tokens in a batch
 SEED = 1
 _MATRIX_RATE, _OTHER_RATE = 0.02, 0.003  # of Muon and of AdamW
 _WARM_UP = 30
-_LOOK_SHARE = 0.3
+_LOOK_SHARE = 1.0
 _SAID_SHARE = 0.1
-_LOOK_SIZES = (1 + len(SHAPES), 1 + len(COLOURS), 9)  # shape or none, colour or none, place
 _LOOK_PICTURES = 64
 _CHECKPOINT_EVERY = 100
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
-class Trainee(nn.Module):
-    """The model and the head that names what lies under each of the tower's tokens."""
+class Looking:
+    """What the tower learns first: a token's feature is near the words for what lies under it.
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.model = net.new_model(seed)
-        self.head = nn.Linear(folder.CONFIG["vision_config"]["out_hidden_size"], sum(_LOOK_SIZES))
+    The text model finds its words again in the features, so that it can compare and copy instead of translating.
+    """
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        def ids(*forms: str) -> list[int]:
+            found = [tokenizer.encode(form).ids for form in forms]
+            assert all(len(one) == 1 for one in found), forms  # the tokenizer is made for these words
+            return [one[0] for one in found]
 
-def look_labels(scenes: Sequence[Scene], grid: tuple[int, int]) -> np.ndarray:
-    """int32, pictures × tokens × 3: shape and colour of what has its middle there, 0 for nothing; the place there."""
-    rows, columns = grid[0] // folder.MERGE, grid[1] // folder.MERGE
-    labels = np.zeros((len(scenes), rows * columns, 3), np.int32)
-    row, column = np.divmod(np.arange(rows * columns), columns)
-    labels[..., 2] = row * 3 // rows * 3 + column * 3 // columns
-    for index, scene in enumerate(scenes):
-        for thing in scene.things:
-            token = int(thing.y * rows) * columns + int(thing.x * columns)
-            labels[index, token, :2] = 1 + SHAPES.index(thing.shape), 1 + list(COLOURS).index(thing.colour)
-    return labels
+        def family(words: Sequence[str], pattern: str) -> list[int]:
+            return ids(*(pattern.format(word) for word in words))
 
+        shapes, plurals = ("nothing", *SHAPES), ("nothing", *PLURAL.values())
+        colours = ("nothing", *COLOURS)
+        rows, columns = ("top", "middle", "bottom"), ("left", "centre", "right")
+        both = (" {}", "{}")  # in a sentence and at the start of an answer
+        spelled = [(0, family(shapes, pattern)) for pattern in both] + [(0, family(plurals, " {}"))]
+        spelled += [(1, family(colours, pattern)) for pattern in both]
+        spelled += [(2, family(rows, pattern)) for pattern in both] + [(3, family(columns, " {}"))]
+        self._families = [(index, mx.array(words)) for index, words in spelled]
 
-def look_loss(trainee: Trainee, features: mx.array, labels: mx.array) -> mx.array:
-    """Mean cross entropy of the head's answers, summed over the three."""
-    parts = mx.split(trainee.head(features), [_LOOK_SIZES[0], sum(_LOOK_SIZES[:2])], axis=-1)
-    return sum(nn.losses.cross_entropy(part, labels[..., index], reduction="mean") for index, part in enumerate(parts))
+    @staticmethod
+    def labels(scenes: Sequence[Scene], grid: tuple[int, int]) -> np.ndarray:
+        """int32, pictures × tokens × 4: shape and colour of what has its middle there, 0 for nothing; row; column."""
+        rows, columns = grid[0] // folder.MERGE, grid[1] // folder.MERGE
+        labels = np.zeros((len(scenes), rows * columns, 4), np.int32)
+        row, column = np.divmod(np.arange(rows * columns), columns)
+        labels[..., 2], labels[..., 3] = row * 3 // rows, column * 3 // columns
+        for index, scene in enumerate(scenes):
+            for thing in scene.things:
+                token = int(thing.y * rows) * columns + int(thing.x * columns)
+                labels[index, token, :2] = 1 + SHAPES.index(thing.shape), 1 + list(COLOURS).index(thing.colour)
+        return labels
 
-
-def _tower_step(
-    trainee: Trainee, pixels: mx.array, labels: mx.array, grid: tuple[int, int]
-) -> tuple[mx.array, mx.array]:
-    loss = look_loss(trainee, net.see(trainee.model, pixels, grid), labels)
-    return loss, loss
-
-
-def _whole_step(trainee: Trainee, batch: dict[str, mx.array], grid: tuple[int, int]) -> tuple[mx.array, mx.array]:
-    features = net.see(trainee.model, batch["pixels"], grid) if "pixels" in batch else None
-    hidden = net.read(trainee.model, batch["ids"], features, batch["slots"], batch["positions"])
-    weights, answers = batch["weights"], batch["answers"]
-    loss = net.text_loss(trainee.model, hidden, batch["targets"], weights)
-    if features is not None:
-        loss = loss + _LOOK_SHARE * look_loss(trainee, features, batch["labels"])
-    return loss, net.text_loss(trainee.model, mx.stop_gradient(hidden), batch["targets"], answers)
+    def loss(self, model: net.Model, features: mx.array, labels: mx.array) -> mx.array:
+        """Cross entropy of the right word among those of its family, averaged over families and tokens."""
+        words = model.language_model.model.embed_tokens
+        losses = [
+            nn.losses.cross_entropy(features @ words(ids).T, labels[..., index], reduction="mean")
+            for index, ids in self._families
+        ]
+        return sum(losses) / len(losses)
 
 
 def arrays_of(batch: Batch) -> dict[str, mx.array]:
@@ -101,7 +103,7 @@ def arrays_of(batch: Batch) -> dict[str, mx.array]:
     arrays = {"ids": batch.ids, "positions": batch.positions, "slots": slots, "targets": targets}
     arrays |= {"answers": answers, "weights": weights}
     if batch.scenes:
-        arrays |= {"pixels": batch.pixels, "labels": look_labels(batch.scenes, batch.grid)}
+        arrays |= {"pixels": batch.pixels, "labels": Looking.labels(batch.scenes, batch.grid)}
     return {name: mx.array(value) for name, value in arrays.items()}
 
 
@@ -112,32 +114,51 @@ class Training:
         self._seed, self._steps, self._look_steps, self._budget = seed, steps, look_steps, budget
         self._work = work
         self._tokenizer = tokens.build_tokenizer()
-        self.trainee = Trainee(seed)
+        self._looking = Looking(self._tokenizer)
+        self.model = net.new_model(seed)
         self.step = 0
         self._matrices = optim.Muon(learning_rate=0.0, weight_decay=0.01)
         self._others = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.0)
         self._optimizer = optim.MultiOptimizer([self._matrices, self._others], [_is_matrix])
-        self._optimizer.init(self.trainee.trainable_parameters())
+        self._optimizer.init(self.model.trainable_parameters())
         self._compile()
 
     def _compile(self) -> None:
-        state = [self.trainee.state, self._matrices.state, self._others.state]
+        state = [self.model.state, self._matrices.state, self._others.state]
 
         def compiled(loss_of: Callable[..., tuple[mx.array, mx.array]]) -> Callable[..., mx.array]:
-            differentiated = nn.value_and_grad(self.trainee, loss_of)
+            differentiated = nn.value_and_grad(self.model, loss_of)
 
             def step(*given: Any) -> mx.array:
-                (_, loss), gradients = differentiated(self.trainee, *given)
+                (_, loss), gradients = differentiated(self.model, *given)
                 gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-                self._optimizer.update(self.trainee, gradients)
+                self._optimizer.update(self.model, gradients)
                 return loss
 
             return mx.compile(step, inputs=state, outputs=state)
 
-        self._state, self._look, self._answer = state, compiled(_tower_step), compiled(_whole_step)
+        self._state, self._look, self._answer = state, compiled(self._look_loss), compiled(self._answer_loss)
+
+    def _look_loss(
+        self, model: net.Model, pixels: mx.array, labels: mx.array, grid: tuple[int, int]
+    ) -> tuple[mx.array, mx.array]:
+        loss = self._looking.loss(model, net.see(model, pixels, grid), labels)
+        return loss, loss
+
+    def _answer_loss(
+        self, model: net.Model, batch: dict[str, mx.array], grid: tuple[int, int]
+    ) -> tuple[mx.array, mx.array]:
+        features = net.see(model, batch["pixels"], grid) if "pixels" in batch else None
+        hidden = net.read(model, batch["ids"], features, batch["slots"], batch["positions"])
+        losses = net.text_losses(model, hidden, batch["targets"])
+        answers = (losses * batch["answers"]).sum() / batch["answers"].sum()
+        loss = (losses * batch["weights"]).sum() / batch["weights"].sum()
+        if features is not None:
+            loss = loss + _LOOK_SHARE * self._looking.loss(model, features, batch["labels"])
+        return loss, answers
 
     def advance(self) -> float:
-        """One step; returns its loss: of the answers, or of the head as long as only the tower learns."""
+        """One step; returns its loss: of the answers, or of the words as long as only the tower learns."""
         rng = random.Random(f"tiny-vision {self._seed} {self.step}")
         rate = self._rate()
         self._matrices.learning_rate, self._others.learning_rate = _MATRIX_RATE * rate, _OTHER_RATE * rate
@@ -146,7 +167,7 @@ class Training:
             scenes = [make_scene(rng, held_out=False) for _ in range(_LOOK_PICTURES)]
             pixels = mx.array(np.stack([batches.patches_of(scene, size) for scene in scenes]))
             grid = (folder.SIDE // folder.PATCH, folder.SIDE // folder.PATCH)
-            loss = self._look(pixels, mx.array(look_labels(scenes, grid)), grid)
+            loss = self._look(pixels, mx.array(Looking.labels(scenes, grid)), grid)
         else:
             batch = batches.make_batch(self._tokenizer, rng, self._budget, self._progress())
             loss = self._answer(arrays_of(batch), batch.grid)
@@ -157,7 +178,7 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint in place of the last one."""
         self._work.mkdir(parents=True, exist_ok=True)
-        values = {f"trainee.{name}": value for name, value in tree_flatten(self.trainee.parameters())}
+        values = {f"model.{name}": value for name, value in tree_flatten(self.model.parameters())}
         values |= {f"optimizer.{name}": value for name, value in tree_flatten(self._optimizer.state)}
         partial = self._work / "partial.safetensors"
         mx.save_safetensors(str(partial), values, {"about": json.dumps({"step": self.step, **self._plan()})})
@@ -173,7 +194,7 @@ class Training:
         step = about.pop("step")
         if about != self._plan():
             raise ValueError(f"{path} belongs to another training: {about}, not {self._plan()}")
-        self.trainee.update(tree_unflatten(_within(values, "trainee.")))
+        self.model.update(tree_unflatten(_within(values, "model.")))
         self._optimizer.state = tree_unflatten(_within(values, "optimizer."))
         self._compile()
         self.step = step
@@ -181,7 +202,7 @@ class Training:
 
     def write(self, path: Path) -> None:
         """Store the model's weights, without the head."""
-        values = {name: np.array(value) for name, value in tree_flatten(self.trainee.model.parameters())}
+        values = {name: np.array(value) for name, value in tree_flatten(self.model.parameters())}
         folder.write_weights(path, values)
 
     def _plan(self) -> dict[str, Any]:
