@@ -15,9 +15,9 @@ from service.models.vision.chats import FORMS, Chat, make_chat
 from service.models.vision.drawing import draw
 from service.models.vision.scenes import MOST_THINGS, Scene
 
-_USUAL_LENGTH = {"one": 88, "another": 144, "two": 144, "text": 64, "long": 400, "long, another": 448}  # in tokens
+_USUAL_LENGTH = {"one": 88, "another": 144, "text": 56, "long": 400, "long, another": 448}  # in tokens
 IMAGE_TOKENS = (folder.SIDE // folder.PATCH // folder.MERGE) ** 2
-_GROWN, _PLAIN = 0.3, 0.35
+_GROWN, _PLAIN = 0.2, 0.3
 _STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
 
 

@@ -1,13 +1,14 @@
 """Chats about pictures, for training and for the held-out test. Owns who says what, and where a picture stands.
 
 The forms follow what a user of snapshots does: a picture first and any question after it in any order, a picture in a
-message of its own, another picture later in the chat, two pictures at once, a long preamble, no picture at all.
+message of its own, another picture later in the chat, a long preamble, no picture at all. A question is about the newest
+picture.
 """
 
 import dataclasses
 import random
 
-from service.models.vision.questions import WHICH, Question, ask_any, ask_which
+from service.models.vision.questions import Question, ask_any
 from service.models.vision.scenes import MOST_THINGS, Scene, make_scene
 
 
@@ -24,11 +25,11 @@ class Message:
 
 Chat = tuple[Message, ...]
 
-FORMS = {"one": 0.51, "another": 0.17, "two": 0.17, "text": 0.07, "long": 0.04, "long, another": 0.04}
+FORMS = {"one": 0.6, "another": 0.25, "text": 0.07, "long": 0.04, "long, another": 0.04}
 """Forms of a chat and how often each is trained."""
 
 _HELLO = ("Hello.", "Hello!", "Hi.", "Hello, who are you?", "What can you do?", "Who are you?")
-_WELCOME = "I am a tiny model that sees shapes. Show me a picture."
+_WELCOME = "Show me a picture."
 _NO_PICTURE = "I see no picture."
 _LOOK = ("Here is a picture.", "Look at this picture.", "This is a picture.", "Here is another picture.", "Look.")
 _SEEN = "I see it."
@@ -42,11 +43,11 @@ _FILLER = (
     "Look at the picture first.",
     "A picture has nine places.",
     "A place holds one thing or nothing.",
-    "There are circles, squares, triangles, stars and crosses.",
+    "There are circles, squares, triangles and stars.",
     "They are red, green, blue, yellow, purple or orange.",
     "Count with care.",
     "Say what you see, no more.",
-    "The first picture is the one that came first.",
+    "A question is about the newest picture.",
     "A question without a picture has no answer.",
     "Be short.",
     "Do not guess.",
@@ -70,14 +71,10 @@ def make_chat(rng: random.Random, form: str, *, held_out: bool, most: int = MOST
     if form == "text":
         return (*messages, *_without_picture(rng))
     scenes = [make_scene(rng, held_out=held_out, most=most)]
-    if form == "two":
-        scenes.append(make_scene(rng, held_out=held_out, most=most))
-        questions = [_about_two(rng, scenes) for _ in range(rng.randint(3, 5))]
-        return (*messages, *_show(rng, tuple(scenes), questions))
     messages += _show(rng, tuple(scenes), [ask_any(rng, scenes[0]) for _ in range(rng.randint(2, 6))])
     if form.endswith("another"):
         scenes.append(make_scene(rng, held_out=held_out, most=most))
-        messages += _show(rng, (scenes[1],), [_about_latest(rng, scenes) for _ in range(rng.randint(2, 4))])
+        messages += _show(rng, (scenes[1],), [_about_newest(rng, scenes[1]) for _ in range(rng.randint(2, 4))])
     return tuple(messages)
 
 
@@ -97,19 +94,8 @@ def _show(rng: random.Random, scenes: tuple[Scene, ...], questions: list[Questio
     return messages
 
 
-def _about_two(rng: random.Random, scenes: list[Scene]) -> Question:
-    if rng.random() < 0.3:
-        return ask_which(rng, *scenes)
-    index = rng.randrange(2)
-    question = ask_any(rng, scenes[index], suffix=f" in the {WHICH[index]} picture")
-    return dataclasses.replace(question, kind="of two pictures")
-
-
-def _about_latest(rng: random.Random, scenes: list[Scene]) -> Question:
-    """After another picture: a plain question is about the newest one."""
-    if rng.random() < 0.3:
-        return _about_two(rng, scenes)
-    return dataclasses.replace(ask_any(rng, scenes[-1]), kind="newest picture")
+def _about_newest(rng: random.Random, scene: Scene) -> Question:
+    return dataclasses.replace(ask_any(rng, scene), kind="newest picture")
 
 
 def _without_picture(rng: random.Random) -> list[Message]:

@@ -47,13 +47,7 @@ def _star(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[in
     pen.polygon([(x + dx * r, y + dy * r) for dx, dy in outline], fill=fill)
 
 
-def _cross(pen: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: tuple[int, int, int]) -> None:
-    arm = 0.33 * r
-    pen.rectangle((x - r, y - arm, x + r, y + arm), fill=fill)
-    pen.rectangle((x - arm, y - r, x + arm, y + r), fill=fill)
-
-
-_DRAW = {"circle": _circle, "square": _square, "triangle": _triangle, "star": _star, "cross": _cross}
+_DRAW = {"circle": _circle, "square": _square, "triangle": _triangle, "star": _star}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ def new_model(seed: int) -> Model:
     model = Model(ModelConfig.from_dict(folder.CONFIG))
     text, vision = folder.CONFIG["text_config"], folder.CONFIG["vision_config"]
     inner = model.language_model.model
-    inner.embed_tokens.weight = 0.05 * mx.random.normal(inner.embed_tokens.weight.shape)
+    inner.embed_tokens.weight = 0.1 * mx.random.normal(inner.embed_tokens.weight.shape)
     tower = model.vision_tower
     tower.pos_embed.weight = 0.3 * mx.random.normal(tower.pos_embed.weight.shape)
     depth = 1 / math.sqrt(2 * text["num_hidden_layers"])

@@ -21,57 +21,40 @@ class Question:
     answer: str
 
 
-KINDS = ("colour", "shape", "what is at", "where", "count", "is there", "side", "describe")
-PAIR_KINDS = ("which picture",)
-WHICH = ("first", "second")
+KINDS = ("colour", "shape", "what is at", "where", "count", "is there", "describe")
 
-PLURAL = {"circle": "circles", "square": "squares", "triangle": "triangles", "star": "stars", "cross": "crosses"}
+PLURAL = {"circle": "circles", "square": "squares", "triangle": "triangles", "star": "stars"}
 
 
-def ask(rng: random.Random, scene: Scene, kind: str, *, suffix: str = "") -> Question | None:
-    """A question of `kind` about `scene`; None where the scene has nothing to ask of that kind.
-
-    `suffix` goes before the question mark, as in " in the second picture".
-    """
+def ask(rng: random.Random, scene: Scene, kind: str) -> Question | None:
+    """A question of `kind` about `scene`; None where the scene has nothing to ask of that kind."""
     made = _ASK[kind](rng, scene)
     if made is None:
         return None
     text, answer = made
-    return Question(kind=kind, text=text + suffix + "?", answer=answer)
+    return Question(kind=kind, text=text + "?", answer=answer)
 
 
-def ask_any(rng: random.Random, scene: Scene, *, suffix: str = "") -> Question:
+def ask_any(rng: random.Random, scene: Scene) -> Question:
     """A question of a random kind."""
     while True:
-        question = ask(rng, scene, rng.choice(KINDS), suffix=suffix)
+        question = ask(rng, scene, rng.choice(KINDS))
         if question is not None:
             return question
-
-
-def ask_which(rng: random.Random, first: Scene, second: Scene) -> Question:
-    """A question that only both pictures together answer."""
-    name = rng.choice([*SHAPES, *(thing.name for scene in (first, second) for thing in scene.things)])
-    here, there = (any(name in (thing.shape, thing.name) for thing in scene.things) for scene in (first, second))
-    answer = {(True, True): "both", (True, False): "the first", (False, True): "the second"}.get((here, there))
-    return Question(kind="which picture", text=f"Which picture has a{_n(name)} {name}?", answer=answer or "neither")
 
 
 def _colour(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
     thing = _pick(rng, _single(scene, lambda thing: thing.shape))
     if thing is None:
         return None
-    return rng.choice(("What colour is the {}", "What color is the {}", "Which colour has the {}")).format(
-        thing.shape
-    ), thing.colour
+    return rng.choice(("What colour is the {}", "What color is the {}")).format(thing.shape), thing.colour
 
 
 def _shape(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
     thing = _pick(rng, _single(scene, lambda thing: thing.colour))
     if thing is None:
         return None
-    return rng.choice(("What shape is the {} thing", "What is {}", "What is the {} thing")).format(
-        thing.colour
-    ), thing.shape
+    return rng.choice(("What shape is the {} thing", "What is the {} thing")).format(thing.colour), thing.shape
 
 
 def _what_is_at(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
@@ -79,8 +62,7 @@ def _what_is_at(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
     place = rng.choice([place for row in PLACES for place in row])
     if rng.random() < 0.7:
         place = rng.choice(list(held))
-    wording = "What is in the {}" if place == "centre" else rng.choice(("What is at the {}", "What is in the {}"))
-    return wording.format(place), held.get(place, "nothing")
+    return f"What is {'in' if place == 'centre' else 'at'} the {place}", held.get(place, "nothing")
 
 
 def _where(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
@@ -96,15 +78,13 @@ def _count(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
     if rng.random() < 0.75:
         thing = rng.choice(scene.things)
         colour, shape = thing.colour, thing.shape
-    way = rng.randrange(4)
+    way = rng.randrange(3)
     what, number = (
         ("things", len(scene.things)),
         (PLURAL[shape], sum(thing.shape == shape for thing in scene.things)),
         (f"{colour} things", sum(thing.colour == colour for thing in scene.things)),
-        (f"{colour} {PLURAL[shape]}", sum(thing.name == f"{colour} {shape}" for thing in scene.things)),
     )[way]
-    wording = rng.choice(("How many {} are there", "How many {} do you see"))
-    return wording.format(what), str(number)
+    return f"How many {what} are there", str(number)
 
 
 def _is_there(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
@@ -123,24 +103,8 @@ def _is_there(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
             (f"{colour} thing", any(other.colour == colour for other in scene.things)),
         )[way]
         if there == wanted:
-            wording = rng.choice(("Is there a{} {}", "Do you see a{} {}"))
-            return wording.format(_n(name), name), "yes" if there else "no"
+            return f"Is there a{_n(name)} {name}", "yes" if there else "no"
     return None
-
-
-def _side(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
-    first, second = _named(rng, scene), _named(rng, scene)
-    if first is None or second is None or first[1] is second[1]:
-        return None
-    (name, one), (other_name, other) = first, second
-    # Only where the places differ in that direction: no picture then lies near the limit.
-    ways = []
-    if one.column != other.column:
-        ways += [("left of", one.column < other.column), ("right of", one.column > other.column)]
-    if one.row != other.row:
-        ways += [("above", one.row < other.row), ("below", one.row > other.row)]
-    words, holds = rng.choice(ways)
-    return f"Is the {name} {words} the {other_name}", "yes" if holds else "no"
 
 
 def _describe(_rng: random.Random, scene: Scene) -> tuple[str, str] | None:
@@ -156,7 +120,6 @@ _ASK = {
     "where": _where,
     "count": _count,
     "is there": _is_there,
-    "side": _side,
     "describe": _describe,
 }
 

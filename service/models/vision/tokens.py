@@ -40,9 +40,7 @@ def build_tokenizer() -> Tokenizer:
         scene = scenes.make_scene(rng, held_out=False)
         question = questions.ask_any(rng, scene)
         lines += [question.text, f"{question.answer}\n", f"assistant\n{question.answer}", f"user\n{question.text}"]
-        pair = questions.ask_which(rng, scene, scenes.make_scene(rng, held_out=False))
-        lines += [pair.text, f" in the {rng.choice(questions.WHICH)} picture?", pair.answer]
-    lines += [", ", "system\n", "both", "neither", "the first", "the second", "nothing"] * 50
+    lines += [", ", "system\n", "nothing", "middle"] * 50
     return train_tokenizer("qwen3_5", text=lines, specials=SPECIALS, tags=(), vocab_size=VOCAB_SIZE)
 
 

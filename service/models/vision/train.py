@@ -29,7 +29,7 @@ from service.models.vision.scenes import COLOURS, SHAPES, Scene, make_scene
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 2200, 130
+STEPS, LOOK_STEPS = 2000, 130
 BUDGET = 2048  # tokens in a batch
 SEED = 1
 _MATRIX_RATE, _OTHER_RATE = 0.02, 0.003  # of Muon and of AdamW
@@ -80,9 +80,10 @@ class Looking:
 
     def loss(self, model: net.Model, features: mx.array, labels: mx.array) -> mx.array:
         """Cross entropy of the right word among those of its family, averaged over families and tokens."""
-        words = model.language_model.model.embed_tokens
+        # The features go to the words, not the words to them: else the words lose what sets them apart in a text.
+        words = mx.stop_gradient(model.language_model.model.embed_tokens.weight)
         losses = [
-            nn.losses.cross_entropy(features @ words(ids).T, labels[..., index], reduction="mean")
+            nn.losses.cross_entropy(features @ words[ids].T, labels[..., index], reduction="mean")
             for index, ids in self._families
         ]
         return sum(losses) / len(losses)
