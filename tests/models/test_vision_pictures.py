@@ -9,8 +9,8 @@ import re
 import pytest
 
 from service.models.vision.chats import FORMS, make_chat
-from service.models.vision.questions import KINDS, ask, ask_which
-from service.models.vision.scenes import COLOURS, PLACES, SHAPES, Scene, Thing, make_scene
+from service.models.vision.questions import KINDS, ask
+from service.models.vision.scenes import COLOURS, MOST_THINGS, PLACES, SHAPES, Scene, Thing, make_scene
 
 COUNT = 300
 
@@ -23,7 +23,7 @@ def scenes(seed: str, *, held_out: bool = False, count: int = COUNT) -> list[Sce
 def fits(thing: Thing, words: str) -> bool:
     """Whether a noun phrase ("red circles", "star", "blue thing") fits a thing."""
     for word in words.split():
-        single = {"crosses": "cross"}.get(word, word.removesuffix("s") if word not in ("cross",) else word)
+        single = word.removesuffix("s")
         if single != "thing" and single not in (thing.colour, thing.shape):
             return False
     return True
@@ -36,9 +36,9 @@ def only(scene: Scene, words: str) -> Thing:
 
 def read(scene: Scene, text: str) -> str:
     """The answer to a question, found by its words alone."""
-    if found := re.fullmatch(r"(?:What colou?r is|Which colour has) the (\w+)\?", text):
+    if found := re.fullmatch(r"What colou?r is the (\w+)\?", text):
         return only(scene, found[1]).colour
-    if found := re.fullmatch(r"What (?:shape is|is) (?:the )?(\w+)(?: thing)?\?", text):
+    if found := re.fullmatch(r"What (?:shape is|is) the (\w+) thing\?", text):
         return only(scene, found[1]).shape
     if found := re.fullmatch(r"What is (?:at|in) the ([a-z ]+)\?", text):
         there = [thing for thing in scene.things if PLACES[int(thing.y * 3)][int(thing.x * 3)] == found[1]]
@@ -47,19 +47,10 @@ def read(scene: Scene, text: str) -> str:
     if found := re.fullmatch(r"Where is the ([a-z ]+)\?", text):
         thing = only(scene, found[1])
         return PLACES[int(thing.y * 3)][int(thing.x * 3)]
-    if found := re.fullmatch(r"How many ([a-z ]+) (?:are there|do you see)\?", text):
+    if found := re.fullmatch(r"How many ([a-z ]+) are there\?", text):
         return str(sum(fits(thing, found[1]) for thing in scene.things))
-    if found := re.fullmatch(r"(?:Is there|Do you see) an? ([a-z ]+)\?", text):
+    if found := re.fullmatch(r"Is there an? ([a-z ]+)\?", text):
         return "yes" if any(fits(thing, found[1]) for thing in scene.things) else "no"
-    if found := re.fullmatch(r"Is the ([a-z ]+) (left of|right of|above|below) the ([a-z ]+)\?", text):
-        one, other = only(scene, found[1]), only(scene, found[3])
-        holds = {
-            "left of": one.x < other.x,
-            "right of": one.x > other.x,
-            "above": one.y < other.y,
-            "below": one.y > other.y,
-        }
-        return "yes" if holds[found[2]] else "no"
     if text == "What do you see?":
         found = []
         for row, column in ((row, column) for row in range(3) for column in range(3)):
@@ -82,22 +73,9 @@ def test_every_answer_is_what_a_reader_of_the_question_finds_on_the_picture(kind
     ]
 
 
-def test_which_picture_is_answered_from_both():
-    rng = random.Random(4)
-    answers = set()
-    for first, second in zip(scenes("a"), scenes("b"), strict=True):
-        question = ask_which(rng, first, second)
-        words = re.fullmatch(r"Which picture has an? ([a-z ]+)\?", question.text)[1]
-        here, there = (any(fits(thing, words) for thing in scene.things) for scene in (first, second))
-        expected = ("both" if there else "the first") if here else ("the second" if there else "neither")
-        assert question.answer == expected
-        answers.add(question.answer)
-    assert answers == {"both", "the first", "the second", "neither"}
-
-
 def test_things_keep_their_place_and_lie_apart():
     for scene in scenes("apart"):
-        assert 1 <= len(scene.things) <= 5
+        assert 1 <= len(scene.things) <= MOST_THINGS
         for thing in scene.things:
             for middle, place in ((thing.x, thing.column), (thing.y, thing.row)):
                 assert place / 3 <= middle - thing.radius and middle + thing.radius <= (place + 1) / 3
@@ -132,7 +110,7 @@ def test_the_same_seed_makes_the_same_chat():
 
 
 def test_a_chat_ends_with_an_answer_and_shows_the_pictures_of_its_form():
-    pictures = {"one": 1, "another": 2, "two": 2, "text": 0, "long": 1, "long, another": 2}
+    pictures = {"one": 1, "another": 2, "text": 0, "long": 1, "long, another": 2}
     assert set(pictures) == set(FORMS)
     rng = random.Random(2)
     for form, count in pictures.items():

@@ -1,8 +1,8 @@
 """Chats about pictures, for training and for the held-out test. Owns who says what, and where a picture stands.
 
 The forms follow what a user of snapshots does: a picture first and any question after it in any order, a picture in a
-message of its own, another picture later in the chat, a long preamble, no picture at all. A question is about the newest
-picture.
+message of its own, another picture later in the chat, a long preamble, no picture at all. A question is about the
+newest picture.
 """
 
 import dataclasses
