@@ -65,7 +65,7 @@ gen: setup ## Regenerate the stubs from proto/
 gen-check: gen ## Fail if the committed stubs differ from what proto/ gives
 	git diff --exit-code -- proto
 
-train-vision: setup ## Train tiny-vision anew, or go on with it (under an hour; its weights come with the package)
+train-vision: setup ## Train tiny-vision anew, or go on with it (single core)
 	$(BIN)/python -m service.models.vision.train --work $(TRAINING) $(ARGS)
 
 eval-vision: setup ## Ask tiny-vision a thousand questions about held-out pictures

@@ -67,7 +67,7 @@ class TinyModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """Trained by this project, its weights shipped with the package; see the vision package."""
+    """Trained by this project, its weights beside the code of the vision package."""
 
     name: str
     summary: str

@@ -19,7 +19,7 @@ from service.models.safetensors_file import Tensor
 from service.models.vision import tokens
 
 WEIGHTS = Path(__file__).with_name("tiny-vision.safetensors")
-"""The trained weights that come with the package; the tokenizer that they were trained with lies beside them."""
+"""The trained weights of the package; the tokenizer that they were trained with lies beside them."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
 SIDE = 96
