@@ -4,13 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
 TRAINING ?= build/tiny-vision
+RELEASED := proto/released/kvfork.v1.binpb
+# Test files run side by side in so many processes, one thread each; a file's tests stay together.
+WORKERS ?= 2
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families train-vision eval-vision check lint type gen gen-check bench clean
+.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
+        train-vision eval-vision bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +27,7 @@ $(VENV)/.done: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar on --upgrade pip
-	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,cpu,vision,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,vision,cpu,dev]'
 	@touch $@
 
 demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3)
@@ -36,10 +40,10 @@ chat: setup ## Talk to a running server
 	$(BIN)/kvfork chat $(ARGS)
 
 test: setup ## Run the test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not full" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not full" $(ARGS)
 
 test-slow: setup ## Run the longer tests too: soak, memory, every client
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant checked when idle; prints JSON
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),30) $(ARGS)
@@ -50,10 +54,14 @@ fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
 families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)
 
-lint: setup ## Formatting, lint and the contract's lint
+lint: setup ## Formatting, lint, the contract's lint, and that it breaks no released client
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/buf lint proto
+	$(BIN)/buf breaking proto --against $(RELEASED)
+
+release-contract: setup ## Make the contract as it is now the one that later changes must not break
+	$(BIN)/buf build proto --exclude-source-info -o $(RELEASED)
 
 type: setup ## mypy, strict outside the engine
 	$(BIN)/mypy
@@ -71,7 +79,16 @@ train-vision: setup ## Train tiny-vision anew, or go on with it (single core)
 eval-vision: setup ## Ask tiny-vision a thousand questions about held-out pictures
 	$(BIN)/python -m service.models.vision.evaluate $(ARGS)
 
-check: lint type gen-check test test-slow ## Everything that CI runs
+gen-clients: setup ## Regenerate what the other languages' clients have of proto/ (ARGS=go for one of them)
+	$(BIN)/python clients/generate.py $(ARGS)
+
+gen-clients-check: setup ## Fail if the clients differ from what proto/ gives
+	$(BIN)/python clients/generate.py --check $(ARGS)
+
+conformance: setup ## Every client plays the same scenarios against a server; writes docs/clients.md
+	$(BIN)/python -m tests.conformance $(if $(ARGS),$(ARGS),--markdown docs/clients.md)
+
+check: lint type gen-check gen-clients-check test test-slow ## Everything that CI runs
 
 bench: setup ## Run every benchmark and draw the plots under docs/ (minutes)
 	$(BIN)/python -m tests.bench all $(ARGS)

@@ -18,13 +18,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcache.blocks import block_key, root_key
-from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
+from kvcache.checkpoints import Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
-from kvcache.names import DEFAULT_LIMITS, CacheLimits, Durable, Keep, NamedSnapshots, new_snapshot_id
+from kvcache.names import (
+    DEFAULT_LIMITS,
+    SHARED,
+    CacheLimits,
+    Durable,
+    Keep,
+    MediaKeeper,
+    NamedSnapshots,
+    new_snapshot_id,
+)
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
-from kvcache.records import PutResult, RecordId, RecordKind
+from kvcache.records import PutResult, RecordId, RecordKind, Tier
 from kvcache.snapshots import Snapshot
 from kvcache.store import TieredStore
 from kvcache.tree import Node
@@ -60,17 +69,27 @@ class PrefixCache(NamedSnapshots):
         *,
         limits: CacheLimits = DEFAULT_LIMITS,
         share_decoded: bool = False,
+        share_prefixes: bool = False,
         clock: Callable[[], float] = time.time,
         durable: Durable | None = None,
-        checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
+        media: MediaKeeper | None = None,
     ) -> None:
-        """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded."""
-        super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable)
+        """With a durable store, `durable` says whose it is; then `clock` is wall time, and snapshots are loaded.
+
+        `share_prefixes`: owners find each other's equal prefixes. Names are their own in any case. `media` has the
+        files of images in prefixes.
+        """
+        super().__init__(store, layout, fingerprint, limits=limits, clock=clock, durable=durable, media=media)
         self.share_decoded = share_decoded
-        self.checkpoints = checkpoints
+        self.share_prefixes = share_prefixes
         self._tree = self._stock.tree
         self._matcher = Matcher(self._stock, share_decoded=share_decoded)
         self._places = Places(self._stock)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The store's: what it may write is what is worth keeping on the way."""
+        return self.store.checkpoints
 
     def __repr__(self) -> str:
         return f"<PrefixCache snapshots={len(self._snapshots)} nodes={len(self._tree)}>"
@@ -98,13 +117,23 @@ class PrefixCache(NamedSnapshots):
                 node.holds += 1
             return found
 
+    def weigh(self, lookup: Lookup) -> tuple[int, int, int]:
+        """Of a lookup not yet released: tokens of which some state is on disk, bytes in memory, bytes on disk."""
+        if lookup.plan is None:
+            return 0, 0, 0
+        by_tier = dict.fromkeys(Tier, 0)
+        with self._lock:
+            for record in lookup.plan.records:
+                by_tier[self.store.locate(record) or Tier.DISK] += self.store.size(record) or 0
+            return self._stock.disk_tokens(lookup.plan), by_tier[Tier.MEMORY], by_tier[Tier.DISK]
+
     def note_corrupt(self, record: RecordId) -> None:
         """Lets the next receipt say why `record` is gone. Call it before the lookup that named it is released."""
         with self._lock:
             self._stock.forget_lost()
             node = self._stock.tree.get(record.key)
             if node is not None:
-                node.lost = MissReason.CORRUPT
+                node.note_lost(record.kind, MissReason.CORRUPT)
 
     def release(self, lookup: Lookup) -> None:
         """Lets go of what `lookup` pinned and found kept. Call it once, after both were taken or the work given up."""
@@ -121,11 +150,16 @@ class PrefixCache(NamedSnapshots):
 
     def root(self, owner: str) -> Node:
         """The empty prefix of an owner. With a durable store: OSError if the owner's first key cannot be written."""
-        key_id = self._durable.ring.id_of(owner) if self._durable is not None else 0
+        key_id = self._durable.ring.id_of(self._space(owner)) if self._durable is not None else 0
         with self._lock:
             root = self._root(owner)
             root.key_id = key_id
             return root
+
+    @staticmethod
+    def root_of(node: Node) -> Node:
+        """The empty prefix that `node` goes back to: another than `root` gives, if sharing was otherwise once."""
+        return node.ancestor_at(0)
 
     def wants(self, parent: Node, tokens: Sequence[int], schedule: bytes, *, logits: bool) -> tuple[RecordKind, ...]:
         """The record kinds of a place that are not stored yet, so that nobody copies state for nothing."""
@@ -185,7 +219,7 @@ class PrefixCache(NamedSnapshots):
                 in_memory=kind in in_memory,
             )
             if not result.held:
-                node.lost = MissReason.NOT_WRITTEN
+                node.note_lost(kind, MissReason.NOT_WRITTEN)
                 if lost is None and asked == explicit:
                     lost = result
         self.store.arrange([self._stock.place_of(node)])
@@ -230,24 +264,29 @@ class PrefixCache(NamedSnapshots):
             return self._places.hold_base(node, position)
 
     def checkpoints_before(self, node: Node, position: int) -> int:
-        """The deepest stored position at or before `position` on `node`'s path, kept tails included; 0 if none."""
+        """The deepest stored position at or before `position` on `node`'s path, kept tails included; 0 if none.
+
+        What lies between it and `position` is what a branch there costs: tokens computed again.
+        """
         with self._lock:
             return self._places.checkpoints_before(node, position)
 
-    def recompute_tokens(self, node: Node, position: int) -> int:
-        """What a branch at `position` of `node`'s prefix would cost now: tokens computed again to stand there."""
-        with self._lock:
-            return self._places.recompute_tokens(node, position)
-
     def why_recomputed(self, node: Node, position: int) -> MissReason:
-        """Why `recompute_tokens` is more than the grid's share; NONE if it is not."""
+        """Why a branch at `position` costs more than the grid's share; NONE if it does not."""
         with self._lock:
+            self._stock.forget_lost()
             return self._places.why_recomputed(node, position)
 
     def stands(self, node: Node) -> bool:
         """Whether all that standing at the end of `node` takes is stored."""
         with self._lock:
             return self._stock.restorable(node)
+
+    def why_not(self, node: Node) -> MissReason:
+        """Why nobody can stand at the end of `node`; NONE if one can."""
+        with self._lock:
+            self._stock.forget_lost()
+            return self._stock.why_not(node)
 
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""
@@ -260,4 +299,7 @@ class PrefixCache(NamedSnapshots):
             return self._places.stored_tokens(node)
 
     def _root(self, owner: str) -> Node:
-        return self._tree.root(root_key(self.fingerprint, owner))
+        return self._tree.root(root_key(self.fingerprint, self._space(owner)))
+
+    def _space(self, owner: str) -> str:
+        return SHARED if self.share_prefixes else owner

@@ -40,7 +40,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if self.state_spacing < 0 or self.state_spacing == 1:
-            raise ValueError("state_spacing must be 0 (keep all) or at least 2")
+            raise ValueError("state_spacing: must be 0 (keep all) or at least 2")
 
 
 DEFAULT_CHECKPOINTS = Checkpoints()

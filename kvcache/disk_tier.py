@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvcache.errors import DiskFull, FormatError, MissingRecord, RecordError, StoreClosed, StoreError
+from kvcache.errors import CorruptRecord, DiskFull, FormatError, MissingRecord, RecordError, StoreClosed, StoreError
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import Entry, RecordIndex
 from kvcache.notes import NoteBook
 from kvcache.reading import Reader
-from kvcache.records import Buffer, FetchResult, Name, Note, NoteId, PutResult, RecordId, Tier
+from kvcache.records import Buffer, FetchResult, Loss, Name, Note, NoteId, PutResult, RecordId, Tier
 from kvcache.segments import Extent, SegmentLog, Step
 from kvcache.stats import Tally
 from kvcache.writer import CircuitBreaker, IoThread
@@ -309,7 +309,7 @@ class DiskTier:
                     # In use: it stays readable from memory until the disk takes it.
                     self._io.submit(lambda: self.write(entry))
                 else:
-                    ledger.index.lose(entry)
+                    ledger.index.lose(entry, Loss.NOT_WRITTEN)
                     ledger.settled.notify_all()
         if pauses:
             log.warning("writes to the cache's disk tier pause: %s", error)
@@ -321,7 +321,7 @@ class DiskTier:
                 return
             ledger.tally.corrupt += 1
             ledger.tally.last_error = str(error)
-            ledger.index.lose(entry)
+            ledger.index.lose(entry, Loss.CORRUPT if isinstance(error, CorruptRecord) else Loss.EVICTED)
         log.warning("dropped a cached record: %s", error)
 
     def _resume(self) -> None:

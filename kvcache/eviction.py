@@ -84,6 +84,7 @@ class EvictionOrder:
         self._full = dict.fromkeys(Tier, 0)  # FULL records by tier
         self._parked: dict[RecordId | bytes, set[_Unit]] = {}  # units that would go but for this pin, or guarded key
         self._guarded: set[bytes] = set()
+        self._raised: set[bytes] = set()  # those of them that stand for no other reason
 
     def __len__(self) -> int:
         return len(self._units)
@@ -96,13 +97,18 @@ class EvictionOrder:
         unit.members[member.record.kind] = member
         self._full[member.tier] += member.record.kind is RecordKind.FULL
         self._stand(unit)
+        self._raised.discard(unit.key)
         unit.last_use, unit.tick = self._clock(), tick
         self._note(unit)
 
     def arrange(self, place: Place) -> None:
         """Say where the records of a key stand; of no effect if none is held."""
         unit = self._units.get(place.key)
-        if unit is None or unit.place == place:
+        if unit is not None:
+            self._put_in_place(unit, place)
+
+    def _put_in_place(self, unit: _Unit, place: Place) -> None:
+        if unit.place == place:
             return
         self._let_go_of_reach(unit)
         self._unlink(unit)
@@ -142,22 +148,36 @@ class EvictionOrder:
         owner = self._units.get(record.key)
         return self._sweep([owner]) if owner is not None and not owner.standing else []
 
-    def guard(self, key: bytes) -> None:
-        """Somebody is at work there: until `unguard` none of its records goes, and so none that they stand on."""
-        self._guarded.add(key)
+    def guard(self, place: Place) -> None:
+        """Somebody is at work there: until `unguard` none of its records goes, and none that it stands on.
+
+        It stands for that long, whether any record of it is held yet or not. What comes before a gap does not count.
+        """
+        self._guarded.add(place.key)
+        unit = self._unit(place.key)
+        self._put_in_place(unit, place)
+        if not unit.standing:
+            self._raised.add(place.key)
+            self._stand(unit)
 
     def keeps_something(self, key: bytes) -> bool:
         """Whether anything would have gone but for this guard."""
         unit = self._units.get(key)
-        return key in self._parked or (unit is not None and not unit.standing)
+        return key in self._parked or key in self._raised or (unit is not None and not unit.members)
 
     def unguard(self, key: bytes) -> list[Member]:
         """Returns what nothing has needed for as long as that."""
         self._guarded.discard(key)
         for unit in self._parked.pop(key, ()):
             self._note(unit)
-        owner = self._units.get(key)
-        return self._sweep([owner]) if owner is not None and not owner.standing else []
+        owner, raised = self._units.get(key), key in self._raised
+        self._raised.discard(key)
+        if owner is None:
+            return []
+        if not owner.members or (raised and not self._is_whole(owner)):
+            return self._sweep(self._drop(owner))
+        self._note(owner)
+        return []
 
     def leave(self, record: RecordId) -> list[Member]:
         """A record is gone, as its owner wished or by accident; returns what only it had made useful."""
@@ -165,7 +185,8 @@ class EvictionOrder:
         self._part(unit, unit.members[record.kind])
         # Where something follows, no run comes back to make it whole again: one that does will put it again.
         passed = bool(unit.children) and unit.place is not None and record.kind in unit.place.kinds
-        affected = self._drop(unit) if unit.standing and (passed or not unit.members) else [unit]
+        gone = unit.standing and (passed or not unit.members) and unit.key not in self._guarded
+        affected = self._drop(unit) if gone else [unit]
         self._note(unit)
         return self._sweep(affected)
 
@@ -257,7 +278,7 @@ class EvictionOrder:
                 for member in loose:
                     self._part(unit, member)
                 freed += loose
-            if unit.members or unit.children or self._units.get(unit.key) is not unit:
+            if unit.members or unit.children or unit.key in self._guarded or self._units.get(unit.key) is not unit:
                 continue
             del self._units[unit.key]
             parent = unit.parent
@@ -387,8 +408,9 @@ class EvictionOrder:
                     *self._spare(unit),
                     *(m for m in unit.members.values() if m.record.kind is RecordKind.WINDOW),
                 ]
+                keys = (unit.key, *(m.record.key for m in involved))
                 keeper = next((m.record for m in involved if self._pinned(m.record)), None) or next(
-                    (m.record.key for m in involved if m.record.key in self._guarded), None
+                    (key for key in keys if key in self._guarded), None
                 )
                 if keeper is None:
                     return unit

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvcache.eviction import EvictionOrder, Member, Place
 from kvcache.recency import RecencyQueue
-from kvcache.records import Buffer, RecordId, RecordKind, Tier
+from kvcache.records import Buffer, Loss, RecordId, RecordKind, Tier
 from kvcache.segments import Extent
 from kvcache.stats import Usage
 
@@ -33,6 +33,11 @@ class Entry:
     payload: Buffer | None = None
     extent: Extent | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether its payload is in the queue for the disk."""
+        return self.tier is Tier.PENDING and self.payload is not None
+
 
 @dataclass(slots=True)
 class _Count:
@@ -46,6 +51,7 @@ class RecordIndex:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._entries: dict[RecordId, Entry] = {}
         self._pins: dict[RecordId, int] = {}
+        self._claims: dict[RecordId, int] = {}  # how many names stand on a record, held or not
         self._order = EvictionOrder(self.is_pinned, clock)
         self._resident: RecencyQueue[Entry] = RecencyQueue()  # entries in MEMORY, to be spilled from the oldest
         self._resting: set[RecordId] = set()  # pinned ones of them that came up and were put aside
@@ -54,7 +60,7 @@ class RecordIndex:
         self._evicted = {tier: _Count() for tier in Tier}
         self._ticks = itertools.count()
         self._released: list[Extent] = []
-        self._lost: dict[RecordId, None] = {}  # an ordered set
+        self._lost: dict[RecordId, Loss] = {}
 
     def get(self, record: RecordId) -> Entry | None:
         return self._entries.get(record)
@@ -64,7 +70,7 @@ class RecordIndex:
         return self._entries.get(entry.record) is entry
 
     def clear(self) -> None:
-        """Forget every entry; pins stay, for their owners will take them back."""
+        """Forget every entry; pins and claims stay, for their owners will take them back."""
         while self._entries:
             self.remove(next(iter(self._entries.values())))
         self._released.clear()
@@ -101,7 +107,7 @@ class RecordIndex:
             record=record,
             size=len(payload),
             tier=tier,
-            explicit=explicit,
+            explicit=explicit or record in self._claims,
             tick=next(self._ticks),
             key_id=key_id,
             payload=payload,
@@ -139,10 +145,10 @@ class RecordIndex:
         """What was evicted since the start."""
         return {tier: Usage(count.records, count.bytes) for tier, count in self._evicted.items()}
 
-    def lose(self, entry: Entry) -> None:
+    def lose(self, entry: Entry, why: Loss) -> None:
         """Forget an entry that its owner did not give up; it waits in `take_lost`."""
         self.remove(entry)
-        self._lost[entry.record] = None
+        self._lost[entry.record] = why
 
     def forgive(self, record: RecordId) -> None:
         """Do not report this loss: the owner has given the record up meanwhile."""
@@ -156,9 +162,8 @@ class RecordIndex:
         released, self._released = self._released, []
         return released
 
-    def take_lost(self) -> list[RecordId]:
-        lost = list(self._lost)
-        self._lost.clear()
+    def take_lost(self) -> dict[RecordId, Loss]:
+        lost, self._lost = self._lost, {}
         return lost
 
     def touch(self, records: Iterable[RecordId]) -> None:
@@ -189,9 +194,27 @@ class RecordIndex:
                 self._resident.add(entry, entry.tick)
         self._evict(self._order.unpinned(record))
 
-    def guard(self, key: bytes) -> None:
-        """Evict nothing of this key."""
-        self._order.guard(key)
+    def claim(self, record: RecordId) -> Entry | None:
+        """Count one more name that stands on it; the entry, if it is held."""
+        entry = self._entries.get(record)
+        names = self._claims.get(record, 0)
+        self._claims[entry.record if entry is not None and not names else record] = names + 1  # one object for both
+        return entry
+
+    def disclaim(self, record: RecordId) -> None:
+        """Take one `claim` back; after the last, nobody asks for the record any more."""
+        names = self._claims[record] - 1
+        if names:
+            self._claims[record] = names
+            return
+        del self._claims[record]
+        entry = self._entries.get(record)
+        if entry is not None:
+            entry.explicit = False
+
+    def guard(self, place: Place) -> None:
+        """Evict nothing of this key, nor what stands before it."""
+        self._order.guard(place)
 
     def unguard(self, key: bytes) -> bool:
         """Whether that makes room, or may."""
@@ -253,7 +276,7 @@ class RecordIndex:
             self._evicted[entry.tier].records += 1
             self._evicted[entry.tier].bytes += entry.size
             self._drop(entry)
-            self._lost[entry.record] = None
+            self._lost[entry.record] = Loss.EVICTED
             gone.append(entry)
         return gone
 

@@ -1,7 +1,8 @@
 """What a durable store knows of snapshots: notes written, and read again at start. Owns which, when and in what order.
 
 A snapshot is on disk as three things, each safe before the next is written: the records of its state, the notes of its
-nodes (tokens and what they follow), and its own note. So whatever is found at start is whole.
+nodes (tokens and what they follow) with the files of its images, and its own note. So whatever is found at start is
+whole.
 
 Called by `kvcache.cache` in its lock; only the store's I/O thread calls back.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from kvcache.blocks import BLOCK_TOKENS, BlockKey, root_key
 from kvcache.errors import FormatError, StoreError
+from kvcache.media import MediaTag
 from kvcache.note_codec import (
     NodeNote,
     SnapshotNote,
@@ -23,10 +25,11 @@ from kvcache.note_codec import (
     decode_snapshot,
     encode_node,
     encode_snapshot,
+    media_key,
     snapshot_key,
 )
 from kvcache.records import Note, NoteId, NoteKind, RecordId
-from kvcache.snapshots import Snapshot
+from kvcache.snapshots import Snapshot, images_of
 from kvcache.store import TieredStore
 from kvcache.tree import BlockTree, Node
 
@@ -37,9 +40,13 @@ USE_SECONDS = 60.0  # a use that only pushes the expiry out is written once in t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a start found. `lost`: snapshots whose notes were damaged, `expired`: whose time was over."""
+    """What a start found. `lost`: snapshots whose notes were damaged, `expired`: whose time was over.
+
+    `media`: (owner, tag, file) of every image of theirs.
+    """
 
     snapshots: tuple[Snapshot, ...]
+    media: tuple[tuple[str, MediaTag, bytes], ...]
     expired: int
     lost: int
 
@@ -47,16 +54,25 @@ class Loaded:
 class Journal:
     """Writes what durable snapshots need, and forgets it when they end."""
 
-    def __init__(self, store: TieredStore, fingerprint: str, tree: BlockTree, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        fingerprint: str,
+        tree: BlockTree,
+        clock: Callable[[], float],
+        file_of: Callable[[str, MediaTag], bytes | None] = lambda owner, tag: None,
+    ) -> None:
+        """`file_of`: an image's file, by owner and tag; None if nobody has it."""
+        self._file_of = file_of
         self._store = store
         self._fingerprint = fingerprint
         self._tree = tree
         self._clock = clock
         self._saved: dict[bytes, float] = {}  # handle key: the expiry on disk
         self._owed: dict[bytes, Snapshot | int] = {}  # could not be written yet; an int is a tombstone's sealing key
-        self._stands_on: dict[bytes, tuple[BlockKey, ...]] = {}  # handle key: the nodes that it needs
-        self._needed: Counter[BlockKey] = Counter()  # by how many handles
-        self._idle: set[BlockKey] = set()  # nodes with notes that no handle needs any more
+        self._stands_on: dict[bytes, tuple[NoteId, ...]] = {}  # handle key: the notes that it needs
+        self._needed: Counter[NoteId] = Counter()  # by how many handles
+        self._idle: set[NoteId] = set()  # notes that no handle needs any more
         self._orders = 0
         self._latest: dict[bytes, int] = {}  # the last order under way for each name: what fails before it is outdated
         self._guard = threading.Lock()  # around what the I/O thread reads or changes: orders, debts, needs
@@ -73,7 +89,7 @@ class Journal:
         """Brings a snapshot to disk with all that it needs; one of `records` that is not held any more is an error."""
         key = self.key_of(snapshot)
         self._saved[key] = snapshot.expires
-        phases = [self._stand(key, snapshot.node), [self._snapshot_note(snapshot)]]
+        phases = [self._stand(key, snapshot), [self._snapshot_note(snapshot)]]
         self._order(key, list(records), phases, done, optional=list(optional), owe=None)
 
     def changed(self, snapshot: Snapshot) -> None:
@@ -111,7 +127,7 @@ class Journal:
             if self._owed:
                 return []
             idle, self._idle = self._idle, set()
-            return [NoteId(key, NoteKind.NODE) for key in idle if not self._needed[key]]
+            return [note for note in idle if not self._needed[note]]
 
     def finish(self, snapshots: Iterable[Snapshot]) -> None:
         """Writes every expiry that was pushed out since it was written."""
@@ -131,7 +147,7 @@ class Journal:
             nodes = nodes or key in self._owed
         if isinstance(what, Snapshot):
             self._saved[key] = what.expires
-            phases = [self._stand(key, what.node) if nodes else [], [self._snapshot_note(what)]]
+            phases = [self._stand(key, what) if nodes else [], [self._snapshot_note(what)]]
         else:
             phases = [[Note(id=NoteId(key, NoteKind.TOMBSTONE), payload=b"", key_id=what)]]
         self._order(key, (), phases, lambda _: None, optional=records, owe=what)
@@ -162,20 +178,32 @@ class Journal:
 
         self._store.persist(records, phases, counted, optional=optional)
 
-    def _stand(self, handle: bytes, node: Node | None) -> list[Note]:
-        """Notes that a handle on `node` needs, and the end of its need for others; written ones are passed over."""
-        notes = self._node_notes(node) if node is not None else []
+    def _stand(self, handle: bytes, snapshot: Snapshot | None) -> list[Note]:
+        """Notes that a handle needs, and the end of its need for others; written ones are passed over."""
+        notes: list[Note] = []
+        if snapshot is not None:
+            notes = [*self._media_notes(snapshot), *self._node_notes(snapshot.node)]
         before = self._stands_on.pop(handle, ())
         with self._guard:
             for note in notes:
-                self._needed[BlockKey(note.id.key)] += 1
-            for key in before:
-                self._needed[key] -= 1
-                if not self._needed[key]:
-                    del self._needed[key]
-                    self._idle.add(key)
+                self._needed[note.id] += 1
+            for needed in before:
+                self._needed[needed] -= 1
+                if not self._needed[needed]:
+                    del self._needed[needed]
+                    self._idle.add(needed)
         if notes:
-            self._stands_on[handle] = tuple(BlockKey(note.id.key) for note in notes)
+            self._stands_on[handle] = tuple(note.id for note in notes)
+        return notes
+
+    def _media_notes(self, snapshot: Snapshot) -> list[Note]:
+        """The files of the images in a handle's prefix."""
+        notes: list[Note] = []
+        for tag in snapshot.media:
+            file = self._file_of(snapshot.owner, tag)
+            if file is not None:
+                note = NoteId(media_key(self._fingerprint, snapshot.owner, tag), NoteKind.MEDIA)
+                notes.append(Note(id=note, payload=file, key_id=snapshot.node.key_id))
         return notes
 
     @staticmethod
@@ -202,13 +230,16 @@ class Journal:
 
     # Reading
 
-    def load(self, owners: Iterable[str]) -> Loaded:
+    def load(self, owners: Iterable[str], *, shared: str) -> Loaded:
         """Builds the nodes of every durable snapshot, once, before the store is started. Expired ones are left out.
 
+        A snapshot stands on prefixes of its owner, or of `shared`, who may be among `owners`.
         Each snapshot's node is held once for it. Records and notes that no snapshot needs are given up.
         """
         roots = {root_key(self._fingerprint, owner): owner for owner in owners}
         notes: dict[BlockKey, NodeNote] = {}
+        files: dict[bytes, bytes] = {}
+        media: dict[tuple[str, MediaTag], bytes] = {}
         handles: list[tuple[SnapshotNote, int]] = []
         ended: list[tuple[bytes, int]] = []
         keys: dict[BlockKey, int] = {}
@@ -219,6 +250,8 @@ class Journal:
                 if note.kind is NoteKind.NODE:
                     notes[BlockKey(note.key)] = decode_node(payload, BlockKey(note.key))
                     keys[BlockKey(note.key)] = key_id
+                elif note.kind is NoteKind.MEDIA:
+                    files[note.key] = payload
                 elif note.kind is NoteKind.SNAPSHOT:
                     handle = decode_snapshot(payload)
                     if note.key != snapshot_key(self._fingerprint, handle.owner, handle.id):
@@ -237,18 +270,24 @@ class Journal:
         for handle, key_id in handles:
             if handle.expires <= now and not handle.pinned:
                 expired += 1
-            elif (node := self._build(handle.node, notes, roots, keys)) is None or self._owner(node) != root_key(
-                self._fingerprint, handle.owner
+            elif (node := self._build(handle.node, notes, roots, keys)) is None or roots[self._owner(node)] not in (
+                handle.owner,
+                shared,
             ):
                 lost += 1
             else:
-                node.holds += 1
-                snapshots.append(_snapshot_of(handle, node))
-                self._saved[self.key_of(snapshots[-1])] = handle.expires
-                self._stand(self.key_of(snapshots[-1]), node)
-                continue
+                snapshot = _snapshot_of(handle, node)
+                wanted = {tag: media_key(self._fingerprint, handle.owner, tag) for tag in snapshot.media}
+                if files.keys() >= set(wanted.values()):
+                    node.holds += 1
+                    snapshots.append(snapshot)
+                    media |= {(handle.owner, tag): files[key] for tag, key in wanted.items()}
+                    continue
+                lost += 1
             ended.append((snapshot_key(self._fingerprint, handle.owner, handle.id), key_id))
+        needed = {media_key(self._fingerprint, owner, tag) for owner, tag in media}
         useless += [NoteId(key, NoteKind.NODE) for key in notes if self._tree.get(key) is None]
+        useless += [NoteId(key, NoteKind.MEDIA) for key in files if key not in needed]
         if useless:
             self._store.forget_notes(lambda: useless)
         for key, key_id in ended:
@@ -256,7 +295,19 @@ class Journal:
         self._store.delete([record for record in self._store.held() if self._tree.get(record.key) is None])
         if lost:
             log.warning("%d durable snapshots were lost: what described them is damaged", lost)
-        return Loaded(snapshots=tuple(snapshots), expired=expired, lost=lost)
+        return Loaded(
+            snapshots=tuple(snapshots),
+            media=tuple((owner, tag, file) for (owner, tag), file in media.items()),
+            expired=expired,
+            lost=lost,
+        )
+
+    def adopt(self, snapshots: Iterable[Snapshot]) -> None:
+        """Those that `load` found and that stay, once the files of their images can be asked for again."""
+        for snapshot in snapshots:
+            key = self.key_of(snapshot)
+            self._saved[key] = snapshot.expires
+            self._stand(key, snapshot)
 
     def _build(
         self,
@@ -322,6 +373,7 @@ def _snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
         id=note.id,
         owner=note.owner,
         node=node,
+        images=images_of(node),
         lineage=note.lineage,
         created=note.created,
         last_use=note.last_use,

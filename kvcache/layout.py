@@ -33,11 +33,13 @@ class LayerSpec:
 class CacheLayout:
     """The cache objects in the model's order, lists of them flattened.
 
-    `alone`: why rows decode in one call each; empty where one call decodes all of them.
+    `alone`: why rows decode in one call each; empty where one call decodes all of them. `whole_images`: attention goes
+    both ways inside an image, so that no call may end, and no state stand, inside one.
     """
 
     layers: tuple[LayerSpec, ...]
     alone: str = ""
+    whole_images: bool = False
 
     @property
     def window(self) -> int:
@@ -58,7 +60,7 @@ class CacheLayout:
     @property
     def trimmable(self) -> bool:
         """Can be cut at any position without recompute: every layer keeps every token."""
-        return all(layer.kind in (LayerKind.FULL, LayerKind.NONE) for layer in self.layers)
+        return not self.whole_images and all(layer.kind in (LayerKind.FULL, LayerKind.NONE) for layer in self.layers)
 
     def describe(self) -> str:
         """A stable text for the fingerprint, such as `full,window:512,full:q8g64`."""

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.blocks import BLOCK_TOKENS, as_array, block_key
+from kvcache.media import MediaSpan
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from kvcache.restore import RestorePlan
-from kvcache.schedule import is_decoded, prefill_schedule, replay_cuts
+from kvcache.schedule import after_image, cut_by_image, is_decoded, prefill_schedule, replay_cuts, whole_spans
 from kvcache.stock import Stock
 from kvcache.tree import Node
 
@@ -24,7 +25,6 @@ from kvcache.tree import Node
 class Lookup:
     """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`: as it was returned."""
 
-    tokens: int  # length of the prompt
     plan: RestorePlan | None
     known: int  # tokens that were computed once, whether or not their state can be used
     miss_reason: MissReason  # why `plan` stops short of `known`
@@ -35,11 +35,6 @@ class Lookup:
     def position(self) -> int:
         """Tokens whose state can be restored."""
         return self.plan.position if self.plan else 0
-
-    @property
-    def diverged_at(self) -> int | None:
-        """First position outside every known chain; None if the prompt never left them."""
-        return self.known if self.known < self.tokens else None
 
     def without_state(self) -> Lookup:
         """The same, as if nothing could be read."""
@@ -60,7 +55,6 @@ class Matcher:
         position = plan.position if plan else 0
         replay = [cut for node in path for cut in replay_cuts(node.start, node.schedule)] + [base.end]
         return Lookup(
-            tokens=len(tokens),
             plan=plan,
             known=base.end,
             miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
@@ -70,15 +64,16 @@ class Matcher:
     def by_content(self, root: Node, tokens: Sequence[int], keep: set[int]) -> Lookup:
         """From the blocks behind `root` that a cold run over `tokens` would make."""
         tokens = as_array(tokens)
-        stops = sorted(place for place in keep if place < len(tokens))
-        path = self._follow(root, tokens, stops)
+        whole = whole_spans(tokens, self._stock.layout)
+        stops = sorted({after_image(whole, place) for place in keep if place < len(tokens)})
+        path = self._follow(root, tokens, stops, whole)
         target = path[-1].end if path else 0
         deepest = next((node for node in reversed(path) if not node.is_tail), root)
-        beyond, known = self._stock.tree.known_prefix(deepest, tokens)
-        seen = deepest.end + len(beyond) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
+        further, known = self._stock.tree.known_prefix(deepest, tokens)
+        seen = deepest.end + len(further) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
         kept: list[Node] = []
         for place in sorted(keep - {len(tokens)}):
-            node = self._kept_at(root, path, tokens, stops, place)
+            node = self._kept_at(root, path, tokens, stops, whole, place)
             if node is None:
                 target = min(target, place - 1)  # it has to be passed again
                 break
@@ -103,7 +98,6 @@ class Matcher:
             exact_end = path[-1].end if path else 0
             reason = MissReason.PROVENANCE if seen > exact_end else self._why(path, position, known)
         return Lookup(
-            tokens=len(tokens),
             plan=plan,
             known=known,
             miss_reason=reason,
@@ -112,7 +106,13 @@ class Matcher:
         )
 
     def _kept_at(
-        self, root: Node, path: Sequence[Node], tokens: array[int], stops: Sequence[int], place: int
+        self,
+        root: Node,
+        path: Sequence[Node],
+        tokens: array[int],
+        stops: Sequence[int],
+        whole: Sequence[MediaSpan],
+        place: int,
     ) -> Node | None:
         """The node that stands at `place` with logits, if all of it is stored."""
         depth, inside = divmod(place, BLOCK_TOKENS)
@@ -122,21 +122,22 @@ class Matcher:
         node: Node | None = base
         if inside:
             start = base.end
-            cuts = _between(stops, start, place)
+            cuts = [*_between(stops, start, place), *cut_by_image(whole, start, place)]
             node = self._stock.tree.get(block_key(base.key, tokens[start:place], prefill_schedule(start, place, cuts)))
         if node is None or node.parent is None:
             return None
         stored = self._stock.restorable(node) and self._stock.has(RecordId(node.key, RecordKind.LOGITS))
         return node if stored else None
 
-    def _follow(self, root: Node, tokens: array[int], stops: Sequence[int]) -> list[Node]:
+    def _follow(self, root: Node, tokens: array[int], stops: Sequence[int], whole: Sequence[MediaSpan]) -> list[Node]:
         """The chain of known nodes that this very schedule would make."""
         path: list[Node] = []
         node, tree = root, self._stock.tree
         for start in range(0, len(tokens), BLOCK_TOKENS):
             block = tokens[start : start + BLOCK_TOKENS]
             end = start + len(block)
-            following = tree.get(block_key(node.key, block, prefill_schedule(start, end, _between(stops, start, end))))
+            cuts = [*_between(stops, start, end), *cut_by_image(whole, start, end)]
+            following = tree.get(block_key(node.key, block, prefill_schedule(start, end, cuts)))
             if following is None and self._share_decoded and len(block) == BLOCK_TOKENS:
                 following = next((c for c in node.children if is_decoded(c.schedule) and c.tokens == block), None)
             if following is None:
@@ -149,11 +150,11 @@ class Matcher:
         """Why the path could not be used up to `known`."""
         if known - position < BLOCK_TOKENS and (not path or path[-1].end <= position or path[-1].is_tail):
             tail = path[-1] if path and path[-1].end > position else None
-            if tail is None or tail.lost is MissReason.NOT_WRITTEN:
+            if tail is None or all(tail.why_lost(kind) is None for kind in self._stock.layout.kinds):
                 return MissReason.BETWEEN_CHECKPOINTS
         return self._stock.why_missing(path, position, path[-1].end if path else 0) or MissReason.BETWEEN_CHECKPOINTS
 
 
 def _between(stops: Sequence[int], start: int, end: int) -> Sequence[int]:
-    """The stops strictly inside a block; the grid makes no cut there."""
+    """The stops strictly inside a block; the grid makes no cut there, and an image's end is added by the caller."""
     return stops[bisect_right(stops, start) : bisect_left(stops, end)] if stops else ()

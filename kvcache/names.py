@@ -9,13 +9,17 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+from kvcache.changes import Change, ChangeLog
 from kvcache.errors import StoreError
 from kvcache.journal import Journal
 from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
+from kvcache.media import MediaTag
 from kvcache.records import RecordKind
 from kvcache.snapshots import (
     GoneReason,
@@ -24,12 +28,14 @@ from kvcache.snapshots import (
     SnapshotBusy,
     SnapshotRegistry,
     UnknownSnapshot,
+    images_of,
 )
 from kvcache.stock import Stock
 from kvcache.store import TieredStore
 from kvcache.store_dir import boot_id
 from kvcache.tree import Node
 
+SHARED = "*"  # whose prefixes those of all are, where owners share them; no owner has this name
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
 
 
@@ -66,6 +72,26 @@ class Keep:
     durable: bool = False  # `make_durable` follows
 
 
+class MediaKeeper(Protocol):
+    """Who has the files of images: told which of them snapshots need. Called under the cache's lock; must not block."""
+
+    def keep(self, owner: str, tags: Collection[MediaTag]) -> None:
+        """One more snapshot has these images."""
+        ...
+
+    def let_go(self, owner: str, tags: Collection[MediaTag]) -> None:
+        """One snapshot fewer."""
+        ...
+
+    def file_of(self, owner: str, tag: MediaTag) -> bytes | None:
+        """The file, as it was sent."""
+        ...
+
+    def found(self, owner: str, tag: MediaTag, file: bytes) -> None:
+        """A durable store has this one from before a restart; `keep` follows."""
+        ...
+
+
 class NamedSnapshots:
     """The part of the cache that callers' names go through. Thread-safe."""
 
@@ -78,6 +104,7 @@ class NamedSnapshots:
         limits: CacheLimits,
         clock: Callable[[], float],
         durable: Durable | None,
+        media: MediaKeeper | None = None,
     ) -> None:
         assert store.durable == (durable is not None)
         self.store = store
@@ -90,14 +117,25 @@ class NamedSnapshots:
         self._snapshots = SnapshotRegistry(
             max_per_owner=limits.max_snapshots, max_pinned=limits.max_pinned, forget=self._forget
         )
+        self._changes = ChangeLog(2 * limits.max_snapshots)  # one call can drop all that an owner has
+        self._tell: Callable[[str], None] = lambda owner: None
+        self.ended: Counter[GoneReason] = Counter()  # names, since the start
         self._durable = durable
+        self._media = media
         self._journal: Journal | None = None
         if durable is not None:
-            self._journal = Journal(store, fingerprint, self._stock.tree, clock)
-            found = self._journal.load(durable.ring.owners()).snapshots
+            self._journal = Journal(store, fingerprint, self._stock.tree, clock, self._file_of)
+            loaded = self._journal.load(durable.ring.owners(), shared=SHARED)
+            found = loaded.snapshots
+            if media is not None:
+                for owner, tag, file in loaded.media:
+                    media.found(owner, tag, file)
+            self._journal.adopt(found)
             store.arrange(self._stock.place_of(node) for node in self._stock.tree)
             for snapshot in found:
                 self._snapshots.restore(snapshot)
+                self._keep_media(snapshot)
+                self.store.claim(self._stock.records_of(snapshot.node))
                 if snapshot.pinned:
                     self.store.pin(self._stock.records_of(snapshot.node))
 
@@ -111,6 +149,7 @@ class NamedSnapshots:
             id=keep.snapshot_id or self._new_id(durable=keep.durable),
             owner=owner,
             node=node,
+            images=images_of(node),
             lineage=lineage,
             created=now,
             last_use=now,
@@ -122,6 +161,8 @@ class NamedSnapshots:
         with self._lock:
             self._snapshots.expire(now)
             self._snapshots.add(snapshot)
+            self._log(snapshot.owner, Change(snapshot.id, None, snapshot.labels))
+            self._keep_media(snapshot)
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
             if snapshot.pinned:
@@ -197,6 +238,7 @@ class NamedSnapshots:
                 self.store.unpin(self._stock.records_of(snapshot.node))
             if pinned is not None:
                 snapshot.pinned = pinned
+            before = snapshot.labels
             if labels is not None:
                 snapshot.labels = dict(labels)
             now = self._clock()
@@ -206,6 +248,7 @@ class NamedSnapshots:
             if expires is not None:
                 snapshot.expires = min(expires, now + self.limits.max_ttl)
             self._changed(snapshot)
+            self._log(snapshot.owner, Change(snapshot.id, before, snapshot.labels))
 
     def extend(self, snapshot: Snapshot, ttl: float | None) -> None:
         """More time from now on; never less than promised."""
@@ -214,6 +257,28 @@ class NamedSnapshots:
                 snapshot.ttl = min(ttl, self.limits.max_ttl)
             snapshot.expires = max(snapshot.expires, self._clock() + snapshot.ttl)
             self._changed(snapshot)
+            self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
+
+    def when_changed(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called with the owner after each change of its names, under the lock, on any thread: no waiting."""
+        self._tell = tell
+
+    def changes_head(self, owner: str) -> int:
+        """The place in the owner's log of changes behind all that has happened so far."""
+        with self._lock:
+            self._snapshots.expire(self._clock())
+            return self._changes.head(owner)
+
+    def changes_since(self, owner: str, place: int, most: int) -> list[Change]:
+        """Up to `most` changes from `place` on, oldest first. Raises PlacePassed if the log has moved on."""
+        with self._lock:
+            return self._changes.since(owner, place, most)
+
+    def state_changed(self, snapshot: Snapshot) -> None:
+        """Somebody saw that the state behind a name is elsewhere now; of no effect on a name that is gone."""
+        with self._lock:
+            if not self._snapshots_gone(snapshot):
+                self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
 
     def rehome(self, snapshot: Snapshot, node: Node) -> None:
         """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""
@@ -230,6 +295,7 @@ class NamedSnapshots:
             old, snapshot.node = snapshot.node, node
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
+            self.store.disclaim(self._stock.records_of(old))
             if pinned:
                 self.store.pin(self._stock.records_of(snapshot.node))
             self._record_move(snapshot)
@@ -252,7 +318,10 @@ class NamedSnapshots:
 
         def safe(error: StoreError | None) -> None:
             with self._lock:
-                snapshot.durable = snapshot.durable or error is None
+                if error is None and not snapshot.durable:
+                    snapshot.durable = True
+                    if not self._snapshots_gone(snapshot):
+                        self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
                 snapshot.uses -= 1
             done(error)
 
@@ -306,16 +375,32 @@ class NamedSnapshots:
             self._journal.moved(snapshot, self._stock.records_of(snapshot.node))
 
     def _snapshots_gone(self, snapshot: Snapshot) -> bool:
-        return all(s is not snapshot for s in self._snapshots.of(snapshot.owner))
+        return not self._snapshots.has(snapshot)
 
-    def _forget(self, snapshot: Snapshot) -> None:
+    def _log(self, owner: str, change: Change) -> None:
+        self._changes.add(owner, change)
+        self._tell(owner)
+
+    def _forget(self, snapshot: Snapshot, reason: GoneReason) -> None:
         """Called by the registry, in the lock, when a name ends."""
+        self.ended[reason] += 1
+        self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, None, reason))
         if snapshot.pinned:
             self.store.unpin(self._stock.records_of(snapshot.node))
+        self.store.disclaim(self._stock.records_of(snapshot.node))
         if self._journal is not None and snapshot.recorded:
             self._journal.gone(snapshot)
             snapshot.recorded = False  # whoever still holds it writes no more
+        if self._media is not None and snapshot.media:
+            self._media.let_go(snapshot.owner, snapshot.media)
         self._stock.unhold(snapshot.node)
+
+    def _keep_media(self, snapshot: Snapshot) -> None:
+        if self._media is not None and snapshot.media:
+            self._media.keep(snapshot.owner, snapshot.media)
+
+    def _file_of(self, owner: str, tag: MediaTag) -> bytes | None:
+        return self._media.file_of(owner, tag) if self._media is not None else None
 
 
 def new_snapshot_id(*, opening: int | None = None) -> str:

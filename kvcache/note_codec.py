@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvcache.blocks import BLOCK_TOKENS, BlockKey, block_key, root_key, token_bytes, tokens_of
 from kvcache.errors import FormatError
+from kvcache.media import MediaTag
 from kvcache.records import KEY_BYTES
 from kvcache.snapshots import Snapshot
 from kvcache.tree import Node
@@ -52,6 +53,11 @@ class SnapshotNote:
 def snapshot_key(fingerprint: str, owner: str, snapshot_id: str) -> bytes:
     """The key of a handle's notes: a digest, so that headers show neither owner nor id."""
     return hashlib.sha256(b"kvfork handle v1" + root_key(fingerprint, owner) + snapshot_id.encode()).digest()
+
+
+def media_key(fingerprint: str, owner: str, tag: MediaTag) -> bytes:
+    """The key of an image's file: another owner's copy of it has another."""
+    return hashlib.sha256(b"kvfork media v1" + root_key(fingerprint, owner) + tag).digest()
 
 
 def encode_node(node: Node) -> bytes:

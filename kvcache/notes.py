@@ -1,7 +1,7 @@
 """Where a durable store's notes lie: records that describe others. Owns which version of a note counts.
 
-A note is small and never evicted. A later handle, or the tombstone of its key, replaces an earlier one; a node's note
-never changes. Used on the I/O thread alone, which makes room beforehand.
+A note is never evicted, and small but for an image's file. A later handle, or the tombstone of its key, replaces an
+earlier one; a node's note and a file never change. Used on the I/O thread alone, which makes room beforehand.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kvcache.segments import Extent, SegmentLog
 
 log = logging.getLogger(__name__)
 
+_FIXED = (NoteKind.NODE, NoteKind.MEDIA)
 _OTHER = {NoteKind.SNAPSHOT: NoteKind.TOMBSTONE, NoteKind.TOMBSTONE: NoteKind.SNAPSHOT}
 
 
@@ -44,7 +45,7 @@ class NoteBook:
     def write(self, note: Note) -> None:
         """Append a note, and let the version before it go. OSError, FormatError or DiskFull: nothing has changed."""
         there = self._places.get(note.id)
-        if there is not None and note.id.kind is NoteKind.NODE and not self._segments.is_suspect(there):
+        if there is not None and note.id.kind in _FIXED and not self._segments.is_suspect(there):
             return
         extent = self._segments.append(note.id, note.payload, note.key_id)
         before = [self._places.pop(note.id, None)]

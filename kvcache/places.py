@@ -99,12 +99,6 @@ class Places:
             return False
         return not is_decoded(tail.schedule) or tail.schedule == through.schedule
 
-    def recompute_tokens(self, node: Node, position: int) -> int:
-        """What a branch at `position` would cost now: tokens computed again to stand there."""
-        path = [here for here in node.path() if here.start < position]
-        plan = self._stock.plan(path, target=position, more_follows=True)
-        return position - max(plan.position if plan else 0, self.checkpoints_before(node, position))
-
     def why_recomputed(self, node: Node, position: int) -> MissReason:
         """Why no state stands at the last boundary or kept place before `position`; NONE if one does."""
         stored = self.checkpoints_before(node, position)

@@ -29,6 +29,7 @@ class Usage:
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     new_tokens: int = 0
+    image_tokens: int = 0  # of prompt_tokens: positions of images
     completion_tokens: int = 0
     memory_tokens: int = 0  # of cached: from the memory tier
     disk_tokens: int = 0  # of cached: from the disk tier
@@ -39,6 +40,7 @@ class Usage:
 
     def __post_init__(self) -> None:
         assert self.cached_tokens + self.recomputed_tokens + self.new_tokens == self.prompt_tokens, self
+        assert 0 <= self.image_tokens <= self.prompt_tokens, self
         assert 0 <= self.grid_tokens <= self.recomputed_tokens, self
 
 

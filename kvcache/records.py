@@ -1,7 +1,7 @@
 """The nouns of the record store. Owns how a record is named and what an answer about it looks like; no behaviour.
 
-A record is one layer kind of one block or boundary: opaque bytes under a 32-byte key. Equal names mean equal content,
-so a record is never overwritten.
+A record is one layer kind of one block or boundary, or an image's features: opaque bytes under a 32-byte key. Equal
+names mean equal content, so a record is never overwritten.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class RecordKind(enum.IntEnum):
     WINDOW = 2  # the last tokens of the sliding-window layers at one boundary
     STATE = 3  # recurrent state at one boundary
     LOGITS = 4  # next-token logits after a prefix
+    FEATURES = 5  # what the vision tower made of one image; its key is no node's
 
     __hash__ = int.__hash__  # the enum's own is Python code
 
@@ -34,6 +35,7 @@ class NoteKind(enum.IntEnum):
     NODE = 128  # the tokens of one block or tail, and what it follows
     SNAPSHOT = 129  # a handle; a later one of the same key replaces it
     TOMBSTONE = 130  # the handle of this key is gone
+    MEDIA = 131  # the file of an image that a handle's prefix holds
 
     __hash__ = int.__hash__
 
@@ -44,6 +46,14 @@ class Tier(enum.Enum):
     MEMORY = "memory"
     PENDING = "pending"  # accepted and in memory, on its way to disk
     DISK = "disk"
+
+
+class Loss(enum.Enum):
+    """Why a record that was held is not any more, without its owner's doing."""
+
+    EVICTED = "evicted"  # for want of room, or as of no use without one that went
+    NOT_WRITTEN = "not_written"  # it was accepted, and the disk did not take it
+    CORRUPT = "corrupt"  # what came back from the disk did not verify
 
 
 class PutResult(enum.Enum):

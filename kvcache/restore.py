@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache.layout import CacheLayout
+from kvcache.media import ends_inside
 from kvcache.records import RecordId, RecordKind, Tier
 from kvcache.tree import Node
 
@@ -43,6 +44,11 @@ def needed(path: Sequence[Node], layout: CacheLayout, *, logits: bool) -> list[t
     return records
 
 
+def may_stand(node: Node, layout: CacheLayout) -> bool:
+    """Whether a run may begin at the end of `node`; not inside an image that the model must see whole."""
+    return not (layout.whole_images and ends_inside(node.tokens))
+
+
 def plan_restore(
     path: Sequence[Node], layout: CacheLayout, has: Callable[[RecordId], bool], *, target: int, more_follows: bool
 ) -> RestorePlan | None:
@@ -63,7 +69,7 @@ def plan_restore(
     for depth in range(usable, 0, -1):
         here = path[:depth]
         end = here[-1].end
-        if end > target:
+        if end > target or not may_stand(here[-1], layout):
             continue
         logits = end == target and not more_follows
         # FULL records were checked above, and the others are those of what window layers reach into.

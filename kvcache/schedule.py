@@ -4,6 +4,10 @@ The KV of a token depends, in the last bits, on how the prefill was cut. So the 
 positions only: multiples of 256, and *stops* (declared marks, a snapshot's end, the prompt's end). A warm run that
 starts at any cut makes exactly the calls that a cold run makes from there.
 
+An image that attention sees both ways is one call with all of it: a cut that would fall inside moves to its end. Its
+blocks' keys hold its symbols, from which its end follows, so that the schedule of a block is still a function of what
+is before it.
+
 A stop also yields next-token logits, which change no cut: a boundary that was only passed and one that was asked for
 are the same state.
 """
@@ -12,10 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvcache.blocks import BLOCK_TOKENS
+from kvcache.layout import CacheLayout
+from kvcache.media import MediaSpan, cut_inside, spans_of
 
 NONCE_BYTES = 16
 
@@ -28,17 +35,43 @@ class Call:
     end: int
     stop: bool
 
+    @property
+    def passed(self) -> range:
+        """Block boundaries strictly inside: an image that must be whole goes on beyond them."""
+        return range(self.start - self.start % BLOCK_TOKENS + BLOCK_TOKENS, self.end, BLOCK_TOKENS)
 
-def plan_calls(start: int, end: int, stops: Iterable[int], replay: Iterable[int] = ()) -> list[Call]:
+
+def plan_calls(
+    start: int, end: int, stops: Iterable[int], replay: Iterable[int] = (), whole: Sequence[MediaSpan] = ()
+) -> list[Call]:
     """The calls that prefill [start, end), in order.
 
     `stops` are the places to keep; `end` is always one. `replay` are places where an earlier run cut, to be cut again
-    so that the same state results.
+    so that the same state results. `whole` are images that no cut may split: one inside moves to the image's end.
     """
-    wanted = {p for p in stops if start < p <= end} | {end}
-    fixed = {start, end} | wanted | {p for p in replay if start < p < end}
-    fixed |= set(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
+    moved = partial(after_image, whole)
+    wanted = {moved(p) for p in stops if start < p <= end} | {end}
+    fixed = {start, end} | wanted | {moved(p) for p in replay if start < p < end}
+    fixed |= {moved(p) for p in range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS)}
+    assert max(fixed) == end, "the last image is not whole"
     return [Call(left, right, stop=right in wanted) for left, right in itertools.pairwise(sorted(fixed))]
+
+
+def whole_spans(tokens: Sequence[int], layout: CacheLayout) -> list[MediaSpan]:
+    """The images in `tokens` that no cut may split."""
+    return spans_of(tokens) if layout.whole_images else []
+
+
+def after_image(whole: Sequence[MediaSpan], position: int) -> int:
+    """`position`, or the end of the image that it is inside of."""
+    inside = cut_inside(whole, position)
+    return position if inside is None else inside.end
+
+
+def cut_by_image(whole: Sequence[MediaSpan], start: int, end: int) -> list[int]:
+    """Where an image that goes beyond the block boundary `start` cuts [start, end): at its end, if that is inside."""
+    cut = after_image(whole, start)
+    return [cut] if start < cut < end else []
 
 
 def prefill_schedule(block_start: int, block_end: int, ends: Iterable[int]) -> bytes:

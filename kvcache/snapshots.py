@@ -12,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvcache.media import MediaSpan, MediaTag, spans_of
 from kvcache.tree import Node
 
 TOMBSTONE_SECONDS = 3600.0
-TOMBSTONE_LIMIT = 10_000  # of all owners together; the oldest go first
+TOMBSTONE_LIMIT = 10_000  # of one owner, who can flush nobody else's; the oldest go first
 
 
 class GoneReason(enum.Enum):
@@ -89,6 +90,7 @@ class Snapshot:
     last_use: float
     ttl: float  # idle seconds to live
     expires: float  # a promise: never earlier than this
+    images: tuple[MediaSpan, ...] = ()  # in the prefix
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     uses: int = 0
@@ -104,19 +106,29 @@ class Snapshot:
         """The id it was derived from, or ""."""
         return self.lineage[-1] if self.lineage else ""
 
+    @property
+    def media(self) -> frozenset[MediaTag]:
+        """Of the images in the prefix, each once."""
+        return frozenset(span.tag for span in self.images)
+
     def touch(self, now: float) -> None:
         """Counts as use: pushes the expiry out, never in."""
         self.last_use = max(self.last_use, now)
         self.expires = max(self.expires, now + self.ttl)
 
 
+def images_of(node: Node) -> tuple[MediaSpan, ...]:
+    """The images in the prefix that ends at `node`."""
+    return tuple(spans_of(node.all_tokens()))
+
+
 class SnapshotRegistry:
     """Names of all owners."""
 
-    def __init__(self, *, max_per_owner: int, max_pinned: int, forget: Callable[[Snapshot], None]) -> None:
+    def __init__(self, *, max_per_owner: int, max_pinned: int, forget: Callable[[Snapshot, GoneReason], None]) -> None:
         self._by_id: dict[tuple[str, str], Snapshot] = {}
         self._by_owner: dict[str, dict[str, Snapshot]] = {}
-        self._tombs: OrderedDict[tuple[str, str], tuple[GoneReason, float]] = OrderedDict()
+        self._tombs: dict[str, OrderedDict[str, tuple[GoneReason, float]]] = {}
         self._max_per_owner = max_per_owner
         self._max_pinned = max_pinned
         self._forget = forget
@@ -135,7 +147,8 @@ class SnapshotRegistry:
             snapshot = None
         if snapshot is not None:
             return snapshot
-        tomb = self._tombs.get((owner, snapshot_id))
+        tombs = self._tombs.get(owner)
+        tomb = tombs.get(snapshot_id) if tombs is not None else None
         if tomb is not None and now - tomb[1] < TOMBSTONE_SECONDS:
             raise GoneSnapshot(snapshot_id, tomb[0], tomb[1])
         raise UnknownSnapshot(snapshot_id, f"no snapshot {snapshot_id}")
@@ -155,7 +168,7 @@ class SnapshotRegistry:
         self.check_room(snapshot.owner, count=1, pinned=int(snapshot.pinned), snapshot_id=snapshot.id)
         self._by_id[snapshot.owner, snapshot.id] = snapshot
         self._by_owner.setdefault(snapshot.owner, {})[snapshot.id] = snapshot
-        self._tombs.pop((snapshot.owner, snapshot.id), None)
+        self._tombs.get(snapshot.owner, OrderedDict()).pop(snapshot.id, None)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Takes over a snapshot from before a restart, whatever the limits are now."""
@@ -170,12 +183,15 @@ class SnapshotRegistry:
         del owned[snapshot.id]
         if not owned:
             del self._by_owner[snapshot.owner]
-        self._tombs[snapshot.owner, snapshot.id] = (reason, now)
-        while len(self._tombs) > TOMBSTONE_LIMIT or (
-            self._tombs and now - next(iter(self._tombs.values()))[1] >= TOMBSTONE_SECONDS
-        ):
-            self._tombs.popitem(last=False)
-        self._forget(snapshot)
+        tombs = self._tombs.setdefault(snapshot.owner, OrderedDict())
+        tombs[snapshot.id] = (reason, now)
+        while len(tombs) > TOMBSTONE_LIMIT or now - next(iter(tombs.values()))[1] >= TOMBSTONE_SECONDS:
+            tombs.popitem(last=False)
+        self._forget(snapshot, reason)
+
+    def has(self, snapshot: Snapshot) -> bool:
+        """Whether this very snapshot still has its name."""
+        return self._by_id.get((snapshot.owner, snapshot.id)) is snapshot
 
     def of(self, owner: str) -> list[Snapshot]:
         """The owner's snapshots, oldest first."""

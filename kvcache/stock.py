@@ -13,11 +13,17 @@ from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.eviction import Place
 from kvcache.layout import CacheLayout
 from kvcache.receipt import MissReason
-from kvcache.records import RecordId, RecordKind, Tier
-from kvcache.restore import RestorePlan, disk_tokens, needed, plan_restore
+from kvcache.records import Loss, RecordId, RecordKind, Tier
+from kvcache.restore import RestorePlan, disk_tokens, may_stand, needed, plan_restore
 from kvcache.store import TieredStore
 from kvcache.thinning import Boundary, surplus_states, surplus_windows
 from kvcache.tree import BlockTree, Node
+
+_REASONS = {
+    Loss.EVICTED: MissReason.EVICTED,
+    Loss.NOT_WRITTEN: MissReason.NOT_WRITTEN,
+    Loss.CORRUPT: MissReason.CORRUPT,
+}
 
 
 class Stock:
@@ -32,7 +38,8 @@ class Stock:
         return self.store.locate(record) is not None
 
     def restorable(self, node: Node) -> bool:
-        return all(self.has(record) for record, _ in needed(node.path(), self.layout, logits=False))
+        here = may_stand(node, self.layout)
+        return here and all(self.has(record) for record, _ in needed(node.path(), self.layout, logits=False))
 
     def records_of(self, node: Node) -> list[RecordId]:
         """What makes the end of `node` usable, next-token logits included."""
@@ -61,12 +68,21 @@ class Stock:
             for record, _ in reversed(needed(path, self.layout, logits=False)):
                 owner = self.tree.get(record.key)
                 if owner is not None and not self.has(record):
-                    return owner.lost
+                    return owner.why_lost(record.kind) or MissReason.NOT_WRITTEN
             return None
         for node in path:
-            if node.end > position and any(not self.has(RecordId(node.source, kind)) for kind in self.layout.kinds):
-                return node.lost
+            missing = [kind for kind in self.layout.kinds if not self.has(RecordId(node.source, kind))]
+            if node.end > position and missing:
+                return node.why_lost(missing[0]) or MissReason.NOT_WRITTEN
         return None
+
+    def why_not(self, node: Node) -> MissReason:
+        """Why one cannot stand at the end of `node`, from the deepest record that is missing; NONE if one can."""
+        for record, _ in reversed(needed(node.path(), self.layout, logits=False)):
+            owner = self.tree.get(record.key)
+            if not self.has(record):
+                return (owner.why_lost(record.kind) if owner is not None else None) or MissReason.NOT_WRITTEN
+        return MissReason.NONE
 
     def plan(self, path: Sequence[Node], *, target: int, more_follows: bool) -> RestorePlan | None:
         """The deepest position at or before `target` of which everything is stored."""
@@ -91,14 +107,14 @@ class Stock:
         """Holds a node for a run that goes on from it: nothing of it is evicted meanwhile, nor what that stands on."""
         node.holds += 1
         node.followed += 1
-        if node.followed == 1:
-            self.store.guard(node.key)
+        if node.followed == 1 and node.parent is not None:
+            self.store.guard(self.place_of(node))
         return node
 
     def unfollow(self, node: Node) -> None:
         node.followed -= 1
         assert node.followed >= 0, node
-        if node.followed == 0:
+        if node.followed == 0 and node.parent is not None:
             self.store.unguard(node.key)
         self.unhold(node)
 
@@ -124,17 +140,17 @@ class Stock:
 
     def forget_lost(self) -> None:
         """Takes note of records that the store gave up."""
-        for record in self.store.drain_evicted():
+        for record, why in self.store.drain_lost().items():
             node = self.tree.get(record.key)
             if node is not None:
-                if node.lost is not MissReason.THINNED:  # else it follows from that
-                    node.lost = MissReason.EVICTED
+                node.note_lost(record.kind, _REASONS[why])
                 self.prune(node)
 
     def kept(self, node: Node) -> None:
-        """Takes note that records of `node` were stored: what was thinned once is whole again."""
-        if node.lost is MissReason.THINNED and all(self.has(RecordId(node.key, kind)) for kind in self.layout.kinds):
-            node.lost = MissReason.NOT_WRITTEN
+        """Takes note that records of `node` were stored: what was lost once is there again."""
+        for kind in RecordKind:
+            if node.why_lost(kind) is not None and self.has(RecordId(node.key, kind)):
+                node.note_kept(kind)
 
     def thin(self, newest: Node, checkpoints: Checkpoints) -> None:
         """Gives up what the chain that ends at the boundary `newest` has too much of."""
@@ -164,5 +180,10 @@ class Stock:
         for record in surplus:
             node = self.tree.get(record.key)
             assert node is not None
-            node.lost = MissReason.THINNED
+            node.note_lost(record.kind, MissReason.THINNED)
         self.store.delete(surplus)
+        for record in self.store.drain_lost():  # of no use without what was thinned
+            node = self.tree.get(record.key)
+            if node is not None:
+                node.note_lost(record.kind, MissReason.THINNED)
+                self.prune(node)

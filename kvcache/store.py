@@ -1,14 +1,16 @@
 """The record store: memory and disk tiers under byte budgets, behind one I/O thread. Takes and returns bytes.
 
-Owns what callers see, and placement: what stays in memory, what is queued for the disk, what is refused. The disk side
-is `kvcache.disk_tier`. It knows nothing of layers or snapshots: where records stand on their chain, and when they are
-used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follows from that (`kvcache.eviction`).
+Owns what callers see, and the lock. What stays in memory, what is queued for the disk and what is refused is decided by
+`kvcache.placement`; the disk side is `kvcache.disk_tier`. It knows nothing of layers or snapshots: where records stand
+on their chain, and when they are used, is told by its owner's `arrange`, `touch` and `pin`; what goes first follows
+from that (`kvcache.eviction`).
 
 Threads: one lock guards index and counters and is never held across I/O, encryption or a callback. Segment files
 belong to the I/O thread alone; other threads leave freed extents in the index for it.
 
-Process memory held: `memory_bytes` less what is lent, at most twice `queue_bytes` of pending payloads, one sealed
-record, and what `kvcache.buffers` keeps idle. What loans put into the queue beyond that counts as `memory_bytes`.
+Process memory held: `memory_bytes` less what is lent, at most twice `queue_bytes` of pending payloads (or once, and one
+record larger than that), one sealed record, and what `kvcache.buffers` keeps idle. What loans put into the queue beyond
+that counts as `memory_bytes`.
 """
 
 from __future__ import annotations
@@ -17,21 +19,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from kvcache.checkpoints import CheckpointPolicy
+from kvcache.checkpoints import Checkpoints
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.errors import StoreClosed, StoreError
 from kvcache.eviction import Place
 from kvcache.format import RECORD_OVERHEAD
-from kvcache.index import Entry, RecordIndex
-from kvcache.records import Buffer, FetchResult, Note, NoteId, PutResult, RecordId, RecordKind, Tier
+from kvcache.index import RecordIndex
+from kvcache.placement import Placement
+from kvcache.records import Buffer, FetchResult, Loss, Note, NoteId, PutResult, RecordId, Tier
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import SegmentLog
 from kvcache.stats import StoreStats, Usage
 from kvcache.storage import FileStorage, Storage
+from kvcache.store_config import StoreConfig
 from kvcache.store_dir import Identity
 from kvcache.write_budget import WriteBudget
 from kvcache.writer import CircuitBreaker, IoThread
@@ -40,39 +42,7 @@ __all__ = ["FetchResult", "PutResult", "StoreConfig", "StoreStats", "TieredStore
 
 log = logging.getLogger(__name__)
 
-MIB = 1 << 20
-
-RESIDENT = (RecordKind.FULL, RecordKind.LOGITS)
-"""Kinds that stay in memory: using a snapshot of a full-attention model then costs no load at all."""
 CLOSING_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig:
-    """What the store may use. Sizes in bytes, times in seconds."""
-
-    directory: Path | None = None  # whose file system to use; None: the system's temporary directory
-    memory_bytes: int  # budget of the memory tier
-    disk_bytes: int  # budget of all segment files together, headers and dead records included
-    queue_bytes: int  # bound on PENDING payloads for implicit records; explicit ones may use twice as much
-    segment_bytes: int = 64 * MIB
-    min_free_bytes: int = 1024 * MIB  # writing never takes the file system's free space below this
-    encrypt: bool = True
-    policy: CheckpointPolicy = (
-        CheckpointPolicy.THROUGH
-    )  # THROUGH: all may be written; MARKS: explicit records; OFF: none
-    daily_write_bytes: int | None = None  # implicit records are not written beyond it; None: no limit
-    retry_pause_s: float = 1.0  # first pause after writes failed; doubles
-    longest_pause_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "disk_bytes", "queue_bytes", "min_free_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative")
-        if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
-            raise ValueError("daily_write_bytes must not be negative")
-        if self.segment_bytes <= 0:
-            raise ValueError("segment_bytes must be positive")
 
 
 class TieredStore:
@@ -98,7 +68,6 @@ class TieredStore:
         `clock` is monotonic and times pauses; `wall_clock` tells the day for the write budget.
         """
         self.durable = identity is not None
-        self._config = config
         self._clock = clock
         self._wall_clock = wall_clock
         self._budget = WriteBudget(config.daily_write_bytes)
@@ -113,11 +82,18 @@ class TieredStore:
         )
         self._io = IoThread("kvcache-io", clock)
         self._ledger = Ledger(RecordIndex(clock))
-        self._lent = 0
         self._lock = self._ledger.lock
         self._index = self._ledger.index
         self._breaker = CircuitBreaker(first_pause_s=config.retry_pause_s, longest_pause_s=config.longest_pause_s)
         self._disk = DiskTier(self._ledger, self._segments, self._io, self._breaker, clock)
+        self._placement = Placement(
+            config,
+            self._ledger,
+            self._disk,
+            max_payload_bytes=self._segments.max_payload_bytes,
+            affords=lambda size: self._budget.allows(size, self._wall_clock()),
+            enqueue=lambda entry: self._io.submit(partial(self._disk.write, entry)),
+        )
         if self.durable:
             self._recover()
 
@@ -166,11 +142,14 @@ class TieredStore:
         The buffer is kept, not copied: it must own exactly these bytes and never change again.
         `explicit`: a client asked for it by name, so it may use the queue's second half and is written whatever the
         day's budget. `key_id`: whose sealing key. `patient`: the caller tries again if that may help, so that is not
-        counted as skipped. `in_memory`: spilled when room is needed, whatever its kind, and not written before.
+        counted as skipped, and nothing is evicted for it that somebody asked for and the disk will take soon.
+        `in_memory`: spilled when room is needed, whatever its kind, and not written before.
         """
         data = _as_bytes(payload)
         with self._lock:
-            result = self._admit(record, data, explicit=explicit, key_id=key_id, in_memory=in_memory)
+            result = self._placement.admit(
+                record, data, explicit=explicit, key_id=key_id, in_memory=in_memory, patient=patient
+            )
             if not result.held and not (patient and result.may_pass):
                 self._ledger.tally.skipped[result] += 1
         return result
@@ -188,13 +167,23 @@ class TieredStore:
             call()
 
     def claim(self, records: Iterable[RecordId]) -> None:
-        """A handle stands on these records now: they count as explicit, and go to disk where the policy wants that."""
+        """One more name stands on these records: until `disclaim` they count as explicit, held already or not.
+
+        They go to disk where the policy wants that of explicit ones.
+        """
         wanted = list(records)
         with self._lock:
             for record in wanted:
-                entry = self._index.get(record)
+                entry = self._index.claim(record)
                 if entry is not None:
-                    self._make_explicit(entry)
+                    self._placement.make_explicit(entry)
+
+    def disclaim(self, records: Iterable[RecordId]) -> None:
+        """Take one `claim` of each back. With the last, a record is worth no more to the policy than any other."""
+        unwanted = list(records)
+        with self._lock:
+            for record in unwanted:
+                self._index.disclaim(record)
 
     def locate(self, record: RecordId) -> Tier | None:
         with self._lock:
@@ -219,10 +208,13 @@ class TieredStore:
         with self._lock:
             self._index.touch(used)
 
-    def guard(self, key: bytes) -> None:
-        """Somebody is at work on the records of this key, held already or not: until `unguard`, none is evicted."""
+    def guard(self, place: Place) -> None:
+        """Somebody is at work there: until `unguard`, none of its records is evicted, held already or not.
+
+        Nor is what it stands on.
+        """
         with self._lock:
-            self._index.guard(key)
+            self._index.guard(place)
 
     def unguard(self, key: bytes) -> None:
         with self._lock:
@@ -245,7 +237,7 @@ class TieredStore:
             self._disk.room_was_made()
 
     def delete(self, records: Iterable[RecordId]) -> None:
-        """Forget records, pinned or not; `drain_evicted` does not report them. Disk space follows a moment later."""
+        """Forget records, pinned or not; `drain_lost` does not report them. Disk space follows a moment later."""
         unwanted = list(records)
         with self._lock:
             for record in unwanted:
@@ -257,8 +249,8 @@ class TieredStore:
             self._disk.room_was_made()
             self._io.submit(self._disk.apply_releases, urgent=True)
 
-    def drain_evicted(self) -> list[RecordId]:
-        """Records that ceased to be held since the last call without being deleted: evicted, corrupt, not writable."""
+    def drain_lost(self) -> dict[RecordId, Loss]:
+        """Records that ceased to be held since the last call without being deleted, and why; the oldest loss first."""
         with self._lock:
             return self._index.take_lost()
 
@@ -339,9 +331,13 @@ class TieredStore:
             return list(self._index)
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        return self._placement.checkpoints
+
+    @property
     def queue_bytes(self) -> int:
         """Bound on pending payloads that somebody asked for."""
-        return self._queue_limit(explicit=True)
+        return self._placement.queue_limit(explicit=True)
 
     # Maintenance
 
@@ -353,7 +349,7 @@ class TieredStore:
         """
         if memory_bytes is not None:
             with self._lock:
-                self._shrink_memory(memory_bytes)
+                self._placement.shrink_memory(memory_bytes)
         if disk_bytes is not None:
             self._io.call(partial(self._disk.trim, disk_bytes))
 
@@ -365,12 +361,7 @@ class TieredStore:
         the cause nothing is touched. While bytes are missing, nobody may use the loan.
         """
         with self._lock:
-            pinned = self._index.pinned_bytes_in_memory() if size > self._lent else 0
-            self._lent = size
-            room = max(0, self._config.memory_bytes - size)
-            if pinned <= room:
-                self._shrink_memory(room, loan=True)
-            return max(0, self._index.bytes_in(Tier.MEMORY) + self._overdue_bytes + size - self._config.memory_bytes)
+            return self._placement.lend(size)
 
     def flush(self, timeout: float) -> bool:
         """Wait until nothing is PENDING; False if that takes longer than `timeout` seconds."""
@@ -458,104 +449,6 @@ class TieredStore:
                 return found
             payloads = [payload for _, _, payload, _ in found if payload is not None]
             return self._ledger.served(found, payloads) if len(payloads) == len(found) else None
-
-    # Placement. REQUIRES: lock is held
-
-    @property
-    def _memory_bytes(self) -> int:
-        return max(0, self._config.memory_bytes - self._lent - self._overdue_bytes)
-
-    @property
-    def _overdue_bytes(self) -> int:
-        """What loans have put into the queue beyond its limit: still in memory, and counted there."""
-        return max(0, self._index.bytes_in(Tier.PENDING) - self._queue_limit(explicit=True))
-
-    def _admit(self, record: RecordId, data: Buffer, *, explicit: bool, key_id: int, in_memory: bool) -> PutResult:
-        if self._ledger.closed:
-            return PutResult.SKIPPED_CLOSED
-        entry = self._index.get(record)
-        if entry is not None:
-            if explicit and in_memory:
-                entry.explicit = True
-            elif explicit:
-                self._make_explicit(entry)
-            self._index.touch((record,))
-            return PutResult.EXISTS
-        size = len(data)
-        fits_disk = (
-            size <= self._segments.max_payload_bytes
-            and size <= self._queue_limit(explicit=explicit)
-            and self._may_write(explicit=explicit)
-        )
-        if (record.kind in RESIDENT or in_memory or not fits_disk) and size <= self._config.memory_bytes:
-            if size <= self._memory_bytes and self._shrink_memory(self._memory_bytes - size):
-                self._index.add(record, data, Tier.MEMORY, explicit=explicit, key_id=key_id)
-                return PutResult.STORED
-            if not fits_disk:
-                return PutResult.SKIPPED_MEMORY_FULL
-        if not fits_disk:
-            return PutResult.SKIPPED_TOO_LARGE
-        refusal = self._disk.refusal()
-        if refusal is not None and not explicit:
-            return refusal
-        if not self._affords(size, explicit=explicit):
-            return PutResult.SKIPPED_WRITE_BUDGET
-        if not self._queue_takes(size, explicit=explicit):
-            return refusal if refusal is not None else PutResult.SKIPPED_QUEUE_FULL
-        self._enqueue(self._index.add(record, data, Tier.PENDING, explicit=explicit, key_id=key_id))
-        return PutResult.STORED
-
-    def _shrink_memory(self, limit: int, *, loan: bool = False) -> bool:
-        """Spill or evict until the memory tier holds at most `limit` bytes; False if pins forbid it.
-
-        `loan`: the queue's limit does not count.
-        """
-        while self._index.bytes_in(Tier.MEMORY) > limit:
-            oldest = self._index.pop_oldest_resident()
-            if oldest is None:
-                return False
-            if self._spills(oldest, loan=loan):
-                self._index.move(oldest, Tier.PENDING)
-                self._enqueue(oldest)
-                continue
-            self._index.keep(oldest)
-            if not self._ledger.evict(Tier.MEMORY):
-                return False
-        return True
-
-    def _make_explicit(self, entry: Entry) -> None:
-        """What was only passed is asked for: on to disk if that is where its kind belongs."""
-        entry.explicit = True
-        if entry.tier is Tier.MEMORY and entry.record.kind not in RESIDENT and self._spills(entry):
-            self._index.move(entry, Tier.PENDING)
-            self._enqueue(entry)
-
-    def _spills(self, entry: Entry, *, loan: bool = False) -> bool:
-        """Whether a record in memory may go to disk now."""
-        if entry.size > self._segments.max_payload_bytes or not self._may_write(explicit=entry.explicit):
-            return False
-        if not self._affords(entry.size, explicit=entry.explicit):
-            self._ledger.tally.skipped[PutResult.SKIPPED_WRITE_BUDGET] += 1
-            return False
-        return loan or self._queue_takes(entry.size, explicit=entry.explicit)
-
-    def _may_write(self, *, explicit: bool) -> bool:
-        policy = self._config.policy
-        return policy is CheckpointPolicy.THROUGH or (policy is CheckpointPolicy.MARKS and explicit)
-
-    def _affords(self, size: int, *, explicit: bool) -> bool:
-        """Whether the day's bytes suffice for this record and all that waits before it."""
-        ahead = self._index.bytes_in(Tier.PENDING) + self._index.records_in(Tier.PENDING) * RECORD_OVERHEAD
-        return explicit or self._budget.allows(ahead + size + RECORD_OVERHEAD, self._wall_clock())
-
-    def _queue_limit(self, *, explicit: bool) -> int:
-        return self._config.queue_bytes * (2 if explicit else 1)
-
-    def _queue_takes(self, size: int, *, explicit: bool) -> bool:
-        return self._index.bytes_in(Tier.PENDING) + size <= self._queue_limit(explicit=explicit)
-
-    def _enqueue(self, entry: Entry) -> None:
-        self._io.submit(partial(self._disk.write, entry))
 
 
 def _as_bytes(payload: Buffer) -> Buffer:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a chain may go, and what a branch costs then. Pure: positions in, decisions out.
+"""Which checkpoints of a chain may go. Pure: positions in, decisions out.
 
 A `state` record holds the whole recurrent state, up to 150 MB on a real model, so a chain cannot keep one for every
 block. Kept are the newest, those that a handle or a running sequence stands on, those where chains part, and of the
@@ -17,7 +17,6 @@ are the same.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,20 +69,3 @@ def surplus_windows(chain: Sequence[Boundary], window: int) -> list[int]:
             surplus.append(here.block)
     surplus.reverse()
     return surplus
-
-
-def branch_cost(checkpoints: Sequence[int], position: int) -> int:
-    """Tokens to compute again to stand at `position`, with `checkpoints` (positions in tokens, ascending) stored."""
-    before = bisect_right(checkpoints, position)
-    return position - (checkpoints[before - 1] if before else 0)
-
-
-def worst_branch_cost(newest: int, block: int, spacing: int) -> int:
-    """Blocks to compute again, at most, to stand at the boundary `block` of a chain thinned at `newest`.
-
-    Exact where no handle stands between; less where one does.
-    """
-    here = block
-    while here > 0 and not is_on_ruler(here, newest, spacing):
-        here -= 1
-    return block - here

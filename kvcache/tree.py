@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from kvcache.blocks import BLOCK_TOKENS, BlockKey, ContentKey, block_key, content_key
 from kvcache.receipt import MissReason
+from kvcache.records import RecordKind
 
 
 class Node:
     """Tokens [start, end) behind `parent`. Made and dropped by `BlockTree` only."""
 
     __slots__ = (
+        "_lost",
         "borrows",
         "children",
         "content",
@@ -24,7 +26,6 @@ class Node:
         "holds",
         "key",
         "key_id",
-        "lost",
         "parent",
         "schedule",
         "start",
@@ -45,7 +46,20 @@ class Node:
         self.children: set[Node] = set()
         self.holds = 0  # snapshots and sequences
         self.followed = 0  # of the holds: sequences that stand here and go on
-        self.lost = MissReason.NOT_WRITTEN  # why a record of this node is missing, if one is
+        self._lost: dict[RecordKind, MissReason] | None = None  # what became of records of this node
+
+    def note_lost(self, kind: RecordKind, why: MissReason) -> None:
+        """A record of this node is not held, and this is why."""
+        self._lost = {**(self._lost or {}), kind: why}
+
+    def note_kept(self, kind: RecordKind) -> None:
+        """It is held again."""
+        if self._lost is not None and kind in self._lost:
+            del self._lost[kind]
+
+    def why_lost(self, kind: RecordKind) -> MissReason | None:
+        """What became of a record that is missing; None: nobody has heard of it, so it was never wanted."""
+        return self._lost.get(kind) if self._lost is not None else None
 
     @property
     def end(self) -> int:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcache.cache import CacheLimits, PrefixCache
-from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.store import StoreConfig, TieredStore
-from service.config import Config
+from service.config import Config, split_metrics_address
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
+from service.images.uploads import Uploads
+from service.metrics.http import MetricsServer
 from service.open_store import KeySource, OpenStore, open_store
+from service.rpc.access import Access
 from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
 from service.text.formats import detect
 from service.text.tokens import TextCodec
+from service.tracing import NoTracer, otlp_tracer
 
 log = logging.getLogger("kvfork")
 
@@ -40,16 +44,16 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
 
         log.info("loading %s from %s", model_name, folder)
         model, facts = load_model(folder)
-        policy = CheckpointPolicy(config.checkpoints)
         store_config = StoreConfig(
             directory=config.scratch_dir,
             memory_bytes=config.memory_bytes,
             disk_bytes=config.disk_budget,
             queue_bytes=min(QUEUE_BYTES, config.memory_bytes // 4),
-            policy=policy,
+            checkpoints=config.kept_on_the_way(),
             daily_write_bytes=config.daily_write_bytes,
         )
         store = durable.store(store_config, facts.fingerprint) if durable is not None else TieredStore(store_config)
+        uploads = Uploads(config.image_bytes)
         cache = PrefixCache(
             store,
             facts.layout,
@@ -61,8 +65,9 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
                 max_ttl=config.max_ttl,
             ),
             share_decoded=config.share_decoded,
+            share_prefixes=config.share_prefixes,
             durable=durable.about if durable is not None else None,
-            checkpoints=Checkpoints(policy=policy, state_spacing=config.state_spacing),
+            media=uploads,
         )
         store.start()
         codec = TextCodec.load(folder)
@@ -73,6 +78,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             context_tokens=facts.context_tokens,
             vocab_size=facts.vocab_size,
             eos_token_ids=tuple(sorted(codec.eos_ids)),
+            vision=facts.preparer is not None,
             trimmable=facts.layout.trimmable,
             bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
@@ -98,6 +104,8 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             channels=channels,
             grammars=Grammars(codec, channels),
             again=again,
+            preparer=facts.preparer,
+            uploads=uploads,
         )
 
     return load
@@ -107,27 +115,69 @@ class ModelHasChanged(Exception):
     """The model's files are others than at the start of the process."""
 
 
+class CannotStart(Exception):
+    """Something that the settings ask for cannot be had; the text says what."""
+
+
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
     """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
 
-    Raises StoreUnusable before anything else if there is a durable store and it cannot be opened.
+    Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
+    a durable store and it cannot be opened; CannotStart if metrics have no address to be at, TracesUnavailable without
+    what makes traces.
     """
+    access = Access(config)
     durable: OpenStore | None = None
     if config.store_dir is not None:
         durable = open_store(config.store_dir, KeySource(file=config.key_file, command=config.key_command))
+    tracer = otlp_tracer() if config.traces == "otlp" else NoTracer()
     try:
-        core = Core(config, model_name, loader(config, folder, model_name, durable), durable)
+        core = Core(config, model_name, loader(config, folder, model_name, durable), durable, tracer)
         await core.start()
+        metrics: MetricsServer | None = None
         try:
-            code = await serve(core, config, ready=ready)
+            metrics = await _metrics(core, config, model_name)
+            code = await serve(core, config, ready=ready, access=access)
         finally:
+            if metrics is not None:
+                await metrics.close()
             await core.close()
     finally:
+        await asyncio.to_thread(tracer.close)
         if durable is not None:
             durable.close()
     if core.hangs:
         os._exit(code)  # the interpreter's own end would take what the thread works on from under it
     return code
+
+
+async def _metrics(core: Core, config: Config, model_name: str) -> MetricsServer | None:
+    """The metrics' listener, if there is to be one."""
+    if not config.metrics:
+        return None
+    from service.metrics.collector import CONTENT_TYPE, Metrics
+
+    metrics = Metrics(
+        core.meter,
+        core.totals,
+        core.stats,
+        version=core.server().version,
+        model=model_name,
+        max_batch=config.max_batch,
+        alive=core.engine_alive,
+        watches=core.watches,
+        ended=core.snapshots_ended,
+    )
+    server = MetricsServer(metrics.page, CONTENT_TYPE)
+    host, port = split_metrics_address(config.metrics)
+    try:
+        address = await server.start(host, port)
+    except OSError as error:
+        raise CannotStart(f"cannot listen on {config.metrics} for metrics: {error.strerror}") from error
+    if not ipaddress.ip_address(host).is_loopback:
+        log.warning("metrics are open to whoever reaches %s; they hold numbers, and no names or texts", address)
+    log.info("metrics at http://%s/metrics", address)
+    return server
 
 
 def main(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:

@@ -17,20 +17,36 @@ from importlib.metadata import version
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import PrefixCache
+from service.calls import Calls
 from service.config import Config
 from service.derivations import Derivations
 from service.directory import Directory
 from service.engine import Engine
-from service.events import LimitsView, ModelState, ModelView, Residency, ServerView, StatsView
+from service.events import (
+    Admission,
+    Counted,
+    LimitsView,
+    ModelState,
+    ModelView,
+    Residency,
+    RowView,
+    ServerView,
+    StatsView,
+)
+from service.gate import Gate
 from service.generations import Generations
 from service.handles import Handles
 from service.idempotency import Replays
 from service.loop import EngineLoop
 from service.open_store import OpenStore
 from service.outbox import Outlet
+from service.request import CountTokensCall
 from service.runtime import Loaded, Runtime
 from service.scheduler import Scheduler, SchedulerConfig, State
+from service.totals import Totals
+from service.tracing import NoTracer, Tracer
 from service.watchdog import Watchdog
+from service.watching import Watches
 
 log = logging.getLogger("kvfork.core")
 
@@ -42,27 +58,36 @@ class Core:
     """One per process. `start` and `close` bracket its life."""
 
     def __init__(
-        self, config: Config, model_name: str, load: Callable[[], Loaded], store: OpenStore | None = None
+        self,
+        config: Config,
+        model_name: str,
+        load: Callable[[], Loaded],
+        store: OpenStore | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`load` runs on the engine thread; it raises with a text that says what is wrong with the model.
 
         `store`: the durable store that `load` uses, which gives the instance a name that outlives the process.
         """
         model = ModelView(name=f"models/{model_name}", state=ModelState.LOADING)
-        self._rt = Runtime(config, model, instance=f"kvfork-{store.instance if store else secrets.token_hex(8)}")
+        instance = f"kvfork-{store.instance if store else secrets.token_hex(8)}"
+        self._rt = Runtime(config, model, instance=instance, tracer=tracer or NoTracer())
+        self.meter = self._rt.meter
+        self.observer = Calls(self._rt.meter, self._rt.tracer)
         self._load = load
         self._boot_id = store.boot_id if store else secrets.token_hex(8)
         self._started = time.monotonic()
         self.hangs = False  # after `close`: the engine thread is still inside the model
         generations = Generations(self._rt)
         replays = Replays()
-        self.generate = replays.generate(generations.generate)
+        gate = self._gate = Gate(config.owner_running)
+        self.generate = replays.generate(gate.generate(generations.generate))
         self.stop_generation = generations.stop
         derivations = Derivations(self._rt)
-        self.create_snapshot = replays.unary("CreateSnapshot", derivations.create_snapshot)
-        self.fork = replays.unary("Fork", derivations.fork)
-        self.rollback = replays.unary("Rollback", derivations.rollback)
-        self.count_tokens = derivations.count_tokens
+        self.create_snapshot = replays.unary("CreateSnapshot", gate.unary(derivations.create_snapshot))
+        self.fork = replays.unary("Fork", gate.unary(derivations.fork))
+        self.rollback = replays.unary("Rollback", gate.unary(derivations.rollback))
+        self._count_tokens = gate.unary(derivations.count_tokens)
         directory = Directory(self._rt)
         self.until_named = directory.until_named
         self.get_snapshot = directory.get_snapshot
@@ -71,6 +96,9 @@ class Core:
         self.update_snapshot = directory.update_snapshot
         self.extend_snapshots = directory.extend_snapshots
         self.delete_snapshot = directory.delete_snapshot
+        self._watches = Watches(self._boot_id, most=config.max_watches)
+        self.watch_snapshots = self._watches.watch
+        self.end_watches = self._watches.close
 
     async def start(self) -> None:
         """Starts the engine thread, which begins by loading the model."""
@@ -87,10 +115,16 @@ class Core:
             loop.call_soon_threadsafe(self._ready, replace(loaded, engine=None))
             return loaded.engine, loaded.cache
 
-        engine_loop = EngineLoop(load, self._new_scheduler(), outlet.flush, snapshot_wait=self._rt.config.snapshot_wait)
+        engine_loop = EngineLoop(
+            load,
+            self._new_scheduler(),
+            outlet.flush,
+            snapshot_wait=self._rt.config.snapshot_wait,
+        )
         self._rt.start(engine_loop, outlet)
         self._rt.loop.start()
         self._rt.spawn(self._sweep())
+        self._rt.spawn(self._watches.look())
 
     def _new_scheduler(self) -> Scheduler:
         config = self._rt.config
@@ -144,16 +178,26 @@ class Core:
             boot_id=self._boot_id,
             version=version("kvfork"),
             features=tuple(
-                name for name, on in (("durable", c.store_dir is not None), ("share_decoded", c.share_decoded)) if on
+                name
+                for name, on in (
+                    ("durable", c.store_dir is not None),
+                    ("share_decoded", c.share_decoded),
+                    ("share_prefixes", c.share_prefixes),
+                )
+                if on
             ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
+                max_image_bytes=c.max_image_bytes,
+                max_images=c.max_images,
+                max_image_pixels=c.max_image_pixels,
                 max_fork_branches=c.max_fork_branches,
                 max_queue=c.max_queue,
                 max_batch=c.max_batch,
                 max_snapshots=c.max_snapshots,
                 max_pinned=c.max_pinned,
                 max_ttl=c.max_ttl,
+                max_watches=c.max_watches,
             ),
             uptime=time.monotonic() - self._started,
             draining=self._rt.draining,
@@ -165,6 +209,21 @@ class Core:
     def model(self, name: str) -> ModelView:
         return self._rt.check_model(name)
 
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner: its snapshots and calls. What all share tells of others' doings, so it is left out."""
+        tally = dict.fromkeys(Residency, 0)
+        if self._rt.loaded is not None and self._rt.handles is not None:
+            for snapshot in self._rt.loaded.cache.snapshots(owner):
+                tally[self._rt.handles.view(snapshot).residency] += 1
+        return replace(
+            _no_stats(self._rt.config),
+            active_sequences=self._gate.inside(owner),
+            queued_calls=self._gate.waiting(owner),
+            memory_snapshots=tally[Residency.MEMORY],
+            disk_snapshots=tally[Residency.DISK],
+            token_snapshots=tally[Residency.TOKENS],
+        )
+
     def stats(self) -> StatsView:
         tally = dict.fromkeys(Residency, 0)
         if self._rt.loaded is None or self._rt.handles is None:
@@ -172,10 +231,11 @@ class Core:
         for snapshot in self._rt.loaded.cache.all_snapshots():
             tally[self._rt.handles.view(snapshot).residency] += 1
         store, totals = self._rt.loaded.cache.store.stats(), self._rt.loop.totals
+        count = self._rt.loop.count
         return StatsView(
             checkpoint_interval=BLOCK_TOKENS,
-            active_sequences=self._rt.loop.count(State.RESTORING, State.PREFILL, State.DECODE, State.SAVING),
-            queued_calls=self._rt.loop.count(State.QUEUED),
+            active_sequences=count(State.RESTORING, State.PREFILL, State.DECODE, State.SAVING),
+            queued_calls=count(State.QUEUED),
             memory_snapshots=tally[Residency.MEMORY],
             disk_snapshots=tally[Residency.DISK],
             token_snapshots=tally[Residency.TOKENS],
@@ -190,7 +250,7 @@ class Core:
             checkpoints_read=sum(usage.records for usage in store.read.values()),
             checkpoints_corrupt=store.corrupt,
             evictions=sum(usage.records for usage in store.evicted.values()),
-            checkpoint_policy=self._rt.config.checkpoints,
+            checkpoint_policy=self._rt.config.checkpoints.value,
             checkpoints_skipped={reason.value: count for reason, count in store.skipped.items() if count},
             pending_bytes=store.pending_bytes,
             written_today_bytes=store.written_today,
@@ -198,7 +258,27 @@ class Core:
             write_errors=store.write_errors,
             writes_paused=store.paused,
             last_write_error=store.last_error,
+            restoring_rows=count(State.RESTORING),
+            prefilling_rows=count(State.PREFILL),
+            decoding_rows=count(State.DECODE),
+            saving_rows=count(State.SAVING),
+            completion_tokens=self._rt.meter.completion_tokens,
+            active_bytes=self._rt.loop.reserved_bytes,
+            active_limit_bytes=self._rt.config.active_bytes,
+            evictions_by_tier={tier.name.lower(): usage.records for tier, usage in store.evicted.items()},
+            images_encoded=totals.images_encoded,
+            image_bytes=self._rt.loaded.uploads.total_bytes,
+            image_limit_bytes=self._rt.config.image_bytes,
         )
+
+    def rows(self, owner: str) -> list[RowView]:
+        """The owner's sequences, oldest first."""
+        names = {int(running.row): (name, running.parent) for name, running in self._rt.running.items()}
+        views = []
+        for view in self._rt.loop.views(owner):
+            generation, parent = names.get(view.row, ("", ""))
+            views.append(replace(view, generation=generation, parent=f"snapshots/{parent}" if parent else ""))
+        return views
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         if self._rt.loaded is not None:
@@ -210,6 +290,32 @@ class Core:
                 await asyncio.to_thread(cache.store.trim, disk_bytes=disk_bytes)
             cache.sweep()  # names stay; nodes that nothing holds go
         return self.stats()
+
+    @property
+    def totals(self) -> Totals:
+        """What the engine thread has counted and measured; there once `start` was called."""
+        return self._rt.loop.totals
+
+    async def count_tokens(self, call: CountTokensCall, owner: str) -> Counted:
+        """Measured by `Derivations`; a plan's calls would have to pass the gate as well."""
+        counted = await self._count_tokens(call, owner)
+        plan = counted.plan
+        if call.plan is None or plan is None or self._gate.takes(owner, call.plan.branches):
+            return counted
+        if plan.forecast.admission is not Admission.NOW:
+            return counted
+        waits = replace(plan.forecast, admission=Admission.QUEUED, reason="OWNER_BUSY")
+        return replace(counted, plan=replace(plan, forecast=waits))
+
+    def watches(self) -> int:
+        """Snapshot watches that are open."""
+        return self._watches.count
+
+    def snapshots_ended(self) -> dict[str, int]:
+        """Names that ended since the start, by reason."""
+        if self._rt.loaded is None:
+            return {}
+        return {reason.name.lower(): count for reason, count in self._rt.loaded.cache.ended.copy().items()}
 
     def engine_alive(self) -> bool:
         return self._rt.model_view.state is not ModelState.FAILED and self._rt.loop.is_alive(
@@ -230,6 +336,7 @@ class Core:
         self._rt.loaded = loaded
         self._rt.model_view = loaded.view
         self._rt.handles = Handles(loaded.cache, loaded.view.name, self._rt.instance)
+        self._watches.attach(loaded.cache, self._rt.handles)
         config = self._rt.config
         watchdog = Watchdog(
             self._rt.loop, self._restart, stuck_after=config.watchdog_seconds, restarts=config.engine_restarts
@@ -269,6 +376,6 @@ def _no_stats(config: Config) -> StatsView:
         checkpoints_read=0,
         checkpoints_corrupt=0,
         evictions=0,
-        checkpoint_policy=config.checkpoints,
+        checkpoint_policy=config.checkpoints.value,
         daily_write_limit_bytes=config.daily_write_bytes,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from service.events import (
     Counted,
@@ -12,9 +13,11 @@ from service.events import (
     Forked,
     ModelView,
     RolledBack,
+    RowView,
     ServerView,
     SnapshotView,
     StatsView,
+    Watched,
 )
 from service.request import (
     CountTokensCall,
@@ -26,12 +29,33 @@ from service.request import (
 )
 
 
+class Observer(Protocol):
+    """Hears of calls as they begin and end, and of how readers keep up."""
+
+    def call(self, method: str, metadata: Iterable[tuple[str, Any]]) -> AbstractContextManager[Callable[[str], None]]:
+        """Around one call ("kvfork.v1.InferenceService/Generate"); its value is to be told the status code's name."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """A stream's write has taken so long."""
+        ...
+
+    def gave_up(self) -> None:
+        """A generation was ended since nobody read it."""
+        ...
+
+
 class Inference(Protocol):
     """Everything a servicer may ask for. Runs on the asyncio loop; raises `service.errors.CallError` only.
 
     `owner` is who calls; every name is looked up within it. Cancelling the awaiting task (client gone, deadline)
     frees the work within one scheduler step.
     """
+
+    @property
+    def observer(self) -> Observer:
+        """Who wants to hear of calls."""
+        ...
 
     def generate(self, call: GenerateCall, owner: str, /) -> AsyncIterator[Event]:
         """Started, then Progress, Marked and Delta, then Finished. Closing the iterator cancels the generation."""
@@ -63,6 +87,14 @@ class Inference(Protocol):
         """Up to `limit` snapshots oldest first, those strictly after (create_time, name)."""
         ...
 
+    def watch_snapshots(self, owner: str, labels: dict[str, str], resume_token: str) -> AsyncIterator[Watched]:
+        """What there is, Synced, then changes; ends by an error alone. Closing the iterator ends the watch."""
+        ...
+
+    def end_watches(self) -> None:
+        """All watches end: the server goes."""
+        ...
+
     def update_snapshot(self, change: SnapshotChange, owner: str) -> SnapshotView: ...
 
     def extend_snapshots(
@@ -85,7 +117,17 @@ class Inference(Protocol):
         """`name` "" means the only one; raises ModelNotFound."""
         ...
 
-    def stats(self) -> StatsView: ...
+    def stats(self) -> StatsView:
+        """Of the whole server, for admins."""
+        ...
+
+    def owner_stats(self, owner: str) -> StatsView:
+        """Of one owner's snapshots and calls; what belongs to all is 0."""
+        ...
+
+    def rows(self, owner: str) -> list[RowView]:
+        """The owner's sequences that run or wait, oldest first."""
+        ...
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         """Evicts state down to these sizes once, as far as pins and uses allow; None leaves a tier alone."""

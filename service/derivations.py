@@ -9,16 +9,19 @@ import asyncio
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvcache.cache import PrefixCache
-from kvcache.receipt import Usage
-from kvcache.snapshots import GoneReason, Snapshot
+from kvcache.cache import Lookup, PrefixCache
+from kvcache.media import cut_inside, image_positions
+from kvcache.receipt import MissReason, Usage
+from kvcache.snapshots import GoneReason, Snapshot, SnapshotLimit
 from kvcache.tree import Node
 from service.errors import InvalidField, NotAnAncestor, RecomputeLimit, RollbackBeyondEnd
-from service.events import Counted, Created, Forked, RolledBack
+from service.events import Admission, Counted, Created, Forked, PlanView, RolledBack
 from service.handles import Handles
-from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, Release, RollbackCall, Rounding
-from service.resolve import Prompt, check_room, mark_positions
+from service.images.intake import CallImages
+from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, PlanOptions, Release, RollbackCall, Rounding
+from service.resolve import Prompt, check_room, mark_positions, refuse_cut_inside
 from service.runtime import Loaded, Runtime, store_full
+from service.scheduler import Demand
 from service.work import Work
 
 
@@ -34,7 +37,8 @@ class Derivations:
         await self._rt.until_named(owner, call.parent)
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
-            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
+            images = self._rt.images(loaded, owner, stack)
+            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks, images=images)
             end = len(prompt.tokens)
             check_room(end, loaded.view, needs=0)
             places = mark_positions(call.marks, prompt)
@@ -69,6 +73,7 @@ class Derivations:
             work = Work(
                 owner=owner,
                 tokens=prompt.tokens,
+                images=prompt.images,
                 base=parent.node if parent else None,
                 keep=places - nodes.keys(),
                 generation=None,
@@ -90,11 +95,13 @@ class Derivations:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
         handles.check_new(owner, [branch.options for branch in call.branches])
         await self._rt.until_named(owner, call.parent)
-        with handles.using(call.parent, owner) as parent:
+        with ExitStack() as stack:
+            parent = stack.enter_context(handles.using(call.parent, owner))
+            images = self._rt.images(loaded, owner, stack)
             prompts = []
             for i, branch in enumerate(call.branches):
                 at = f"branches[{i}].append"
-                prompt = await self._rt.prompt(loaded, parent, branch.append, at=at)
+                prompt = await self._rt.prompt(loaded, parent, branch.append, at=at, images=images)
                 check_room(len(prompt.tokens), loaded.view, needs=0, at=at)
                 prompts.append(prompt)
             for branch, prompt in zip(call.branches, prompts, strict=True):
@@ -113,6 +120,7 @@ class Derivations:
             Work(
                 owner=owner,
                 tokens=p.tokens,
+                images=p.images,
                 base=parent.node,
                 keep=frozenset({len(p.tokens)}),
                 generation=None,
@@ -144,14 +152,16 @@ class Derivations:
                 usages.append(usage)
             else:
                 nodes.append(cache.hold(parent.node))
-        return nodes, _fork_usage(_untouched(cache, parent.node), usages)
+        seen = sum(span.end - span.start for span in parent.images)
+        return nodes, _fork_usage(_untouched(cache, parent.node), usages, parent_images=seen)
 
     async def rollback(self, call: RollbackCall, owner: str) -> RolledBack:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
         handles.check_new(owner, [call.options])
         cache = loaded.cache
         await self._rt.until_named(owner, call.source)
-        with handles.using(call.source, owner) as source:
+        with ExitStack() as stack:
+            source = stack.enter_context(handles.using(call.source, owner))
             position, ancestor = self._cut_at(call, source, owner, handles)
             if call.release is Release.SOURCE:
                 handles.refuse_if_busy(source, own_uses=1)
@@ -159,13 +169,14 @@ class Derivations:
                 handles.check_id(owner, call.options, source.node.all_tokens()[:position])
             node = cache.hold(ancestor.node) if ancestor is not None else cache.cut(source.node, position)
             if node is None and call.rounding is Rounding.DOWN:
-                stored = cache.checkpoints_before(source.node, position)
+                stored = _stored_outside_images(cache, source, position)
                 node = cache.cut(source.node, stored) if stored else None
                 if node is None:
                     raise RecomputeLimit.over(position, 0, 0)
                 position = stored
             if node is None:
-                node, usage = await self._recompute(call, source, position, owner, cache)
+                images = self._rt.images(loaded, owner, stack)
+                node, usage = await self._recompute(call, source, position, owner, cache, images)
             else:
                 usage = _untouched(cache, node)
             snapshot = await self._rt.add(owner, node, call.options, source)
@@ -192,13 +203,23 @@ class Derivations:
             raise RollbackBeyondEnd(
                 f"{call.source} has {source.token_count} tokens", hint="cut within it", metadata=facts
             )
+        field = "token_count" if call.token_count is not None else "drop_tokens"
+        inside = cut_inside(source.images, position)
+        if inside is not None and call.rounding is Rounding.DOWN:
+            position = inside.start
+        refuse_cut_inside(source.images, position, field)
         if position == 0:
-            field = "token_count" if call.token_count is not None else "drop_tokens"
             raise InvalidField.at(field, "nothing would be left: generate without a parent instead")
         return position, None
 
     async def _recompute(
-        self, call: RollbackCall, source: Snapshot, position: int, owner: str, cache: PrefixCache
+        self,
+        call: RollbackCall,
+        source: Snapshot,
+        position: int,
+        owner: str,
+        cache: PrefixCache,
+        images: CallImages,
     ) -> tuple[Node, Usage]:
         """Computes the state at `position` from the deepest stored place before it."""
         base = cache.hold_base(source.node, position)
@@ -207,9 +228,11 @@ class Derivations:
             limit = call.max_recompute_tokens
             if limit is not None and position - stored > limit:
                 raise RecomputeLimit.over(position - stored, limit, stored)
+            tokens = source.node.all_tokens()[:position]
             work = Work(
                 owner=owner,
-                tokens=source.node.all_tokens()[:position],
+                tokens=tokens,
+                images=await images.placed(tokens),
                 base=base if base.parent is not None else None,
                 keep=frozenset({position}),
                 generation=None,
@@ -249,27 +272,82 @@ class Derivations:
         await self._rt.until_named(owner, call.parent)
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
-            prompt = await self._rt.prompt(loaded, parent, call.input, bounded=False)
+            images = self._rt.images(loaded, owner, stack)
+            prompt = await self._rt.prompt(loaded, parent, call.input, images=images, bounded=False)
             total = len(prompt.tokens)
             lookup = loaded.cache.lookup(owner, prompt.tokens, base=parent.node if parent else None, keep=())
-            loaded.cache.release(lookup)
+            try:
+                plan = self._planned(call.plan, total, lookup, loaded, owner) if call.plan is not None else None
+            finally:
+                loaded.cache.release(lookup)
             return Counted(
                 total_tokens=total,
+                image_tokens=prompt.image_tokens,
                 cached_tokens=lookup.position,
                 remaining_tokens=max(0, loaded.view.context_tokens - total),
-                token_ids=tuple(prompt.added) if call.include_rendered else (),
+                token_ids=tuple(self._rt.shown(prompt.added)) if call.include_rendered else (),
                 text=(prompt.text or loaded.codec.text_of(prompt.added)) if call.include_rendered else "",
+                plan=plan,
             )
+
+    def _planned(self, asked: PlanOptions, total: int, lookup: Lookup, loaded: Loaded, owner: str) -> PlanView:
+        """What calls that go on from the looked-up prompt of `total` tokens would meet now."""
+        rt = self._rt
+        known = max(lookup.known, lookup.position)
+        disk, memory_bytes, disk_bytes = loaded.cache.weigh(lookup)
+        room = loaded.view.context_tokens - total
+        most = asked.max_tokens if asked.max_tokens is not None else rt.config.default_max_tokens
+        demand = Demand(
+            prompt_tokens=total, known_tokens=lookup.position, new_tokens=min(most, max(room, 0)), group="plan"
+        )
+        found = rt.loop.foresee(demand, asked.branches)
+        refused = "CONTEXT_OVERFLOW" if room < 1 else ""
+        if not refused and asked.branches > 1:
+            try:
+                loaded.cache.check_room(owner, count=asked.branches, pinned=0)  # a fork makes as many names
+            except SnapshotLimit:
+                refused = "SNAPSHOT_QUOTA"
+        if refused:
+            found = replace(found, admission=Admission.REFUSED, reason=refused)
+        return PlanView(
+            memory_tokens=lookup.position - disk,
+            disk_tokens=disk,
+            recomputed_tokens=known - lookup.position,
+            new_tokens=total - known,
+            miss_reason=lookup.miss_reason if known > lookup.position else MissReason.NONE,
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            load_seconds=rt.loop.totals.predict_load(memory_bytes=memory_bytes, disk_bytes=disk_bytes),
+            prefill_seconds=rt.loop.totals.prefill_speed.predict(total - lookup.position),
+            forecast=found,
+        )
+
+
+def _stored_outside_images(cache: PrefixCache, source: Snapshot, position: int) -> int:
+    """The deepest stored place at or before `position` that cuts no image; 0 if there is none."""
+    while position:
+        position = cache.checkpoints_before(source.node, position)
+        inside = cut_inside(source.images, position)
+        if inside is None:
+            return position
+        position = inside.start
+    return 0
 
 
 def _untouched(cache: PrefixCache, node: Node) -> Usage:
     """The receipt of a call that moved a name and no tensor: the state that stands there, and nothing read."""
     stored, disk = cache.stored_tokens(node)
-    return Usage(prompt_tokens=stored, cached_tokens=stored, memory_tokens=stored - disk, disk_tokens=disk)
+    return Usage(
+        prompt_tokens=stored,
+        cached_tokens=stored,
+        image_tokens=image_positions(node.all_tokens()[:stored]),
+        memory_tokens=stored - disk,
+        disk_tokens=disk,
+    )
 
 
-def _fork_usage(untouched: Usage, usages: list[Usage]) -> Usage:
-    """Over all branches that added tokens; the parent (`untouched`) counts once."""
+def _fork_usage(untouched: Usage, usages: list[Usage], *, parent_images: int) -> Usage:
+    """Over all branches that added tokens; the parent (`untouched`, with so many image positions) counts once."""
     if not usages:
         return untouched
     parent_tokens = usages[0].prompt_tokens - usages[0].new_tokens
@@ -279,6 +357,7 @@ def _fork_usage(untouched: Usage, usages: list[Usage]) -> Usage:
         dearest,
         prompt_tokens=parent_tokens + new,
         new_tokens=new,
+        image_tokens=parent_images + sum(u.image_tokens - parent_images for u in usages),
         disk_bytes_read=sum(u.disk_bytes_read for u in usages),
         diverged_at=parent_tokens,
     )

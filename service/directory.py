@@ -25,7 +25,7 @@ class Directory:
         return handles.view(handles.find(name, owner))
 
     def snapshot_tokens(self, name: str, owner: str) -> Sequence[int]:
-        return self._rt.need_store(name).find(name, owner).node.all_tokens()
+        return self._rt.shown(self._rt.need_store(name).find(name, owner).node.all_tokens())
 
     def list_snapshots(
         self, owner: str, *, after: tuple[float, str] | None, limit: int, labels: dict[str, str], parent: str

@@ -9,8 +9,11 @@
     ├── SnapshotIdTaken / SnapshotInUse / SnapshotQuota / StoreFull
     ├── RecomputeLimit / RollbackBeyondEnd / NotAnAncestor / WrongInstance
     ├── TurnOpen / TemplateNotAppendable / TemplateMissing
+    ├── ImageNotHeld / ImageMemory
     ├── ConstraintFailed      no token fits the constraint any more
+    ├── WatchOverflow / WatchQuota / ResumeTokenExpired
     ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
+    ├── Unauthenticated / AdminRequired / CallQuota / SlowReader / SlowSender
     └── Internal              ours: fixed text, incident id
 
 Every error carries facts as strings (`metadata`, camelCase keys) that repeat what the text says, so that no client
@@ -197,6 +200,18 @@ class TemplateMissing(CallError):
     reason = "TEMPLATE_MISSING"
 
 
+class ImageNotHeld(CallError):
+    """No file with this digest is held for the caller; another caller's is none."""
+
+    reason = "IMAGE_NOT_HELD"
+
+
+class ImageMemory(CallError):
+    """The image files that calls and snapshots need take all the memory for them."""
+
+    reason = "IMAGE_MEMORY"
+
+
 class ConstraintFailed(CallError):
     """The form that was asked for leaves no token, or is too costly to follow: INVALID_ARGUMENT for that row alone."""
 
@@ -221,6 +236,46 @@ class ImmutableField(CallError):
 
 class SlowReader(CallError):
     reason = "SLOW_READER"
+
+
+class WatchOverflow(CallError):
+    """A watch whose reader fell behind by more changes than are kept."""
+
+    reason = "WATCH_OVERFLOW"
+
+
+class ResumeTokenExpired(CallError):
+    """A watch cannot go on where it was: too much has happened, or the process is another."""
+
+    reason = "RESUME_TOKEN_EXPIRED"
+
+
+class WatchQuota(CallError):
+    """Too many watches of one owner."""
+
+    reason = "WATCH_QUOTA"
+
+
+class SlowSender(CallError):
+    """The request message did not arrive in time, or others were let past it."""
+
+    reason = "SLOW_SENDER"
+
+
+class Unauthenticated(CallError):
+    """Nobody knows who calls: TOKEN_MISSING, TOKEN_UNKNOWN or CERTIFICATE_UNUSABLE."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class AdminRequired(CallError):
+    reason = "ADMIN_REQUIRED"
+
+
+class CallQuota(CallError):
+    """As many calls of one owner are under way as it may have."""
+
+    reason = "CALL_QUOTA"
 
 
 class Internal(CallError):

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcache.receipt import Usage
+from kvcache.receipt import MissReason, Usage
 
 
 class Residency(enum.Enum):
@@ -26,6 +26,7 @@ class SnapshotView:
     model: str  # "models/{id}"
     model_fingerprint: str
     token_count: int
+    image_spans: tuple[tuple[int, int], ...] = ()  # [start, end), in order
     checkpointed_tokens: int
     prefix_hash: bytes
     residency: Residency
@@ -170,15 +171,103 @@ class RolledBack:
     usage: Usage
 
 
+class Admission(enum.Enum):
+    """What would become of a call."""
+
+    NOW = 1
+    QUEUED = 2
+    REFUSED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the scheduler foresees for calls that might come, all together.
+
+    `reason`: why not at once; ROWS_BUSY or an error's reason.
+    """
+
+    admission: Admission
+    reason: str
+    need_bytes: int  # of working state, for all of them
+    free_bytes: int  # reserved by nobody; `need_bytes` where memory is unbounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """What a call would meet now. Seconds; None: not measured yet."""
+
+    memory_tokens: int
+    disk_tokens: int
+    recomputed_tokens: int
+    new_tokens: int
+    miss_reason: MissReason
+    memory_bytes: int
+    disk_bytes: int
+    load_seconds: float | None
+    prefill_seconds: float | None
+    forecast: Forecast
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From admission to the first token, were nothing else running."""
+        if self.load_seconds is None or self.prefill_seconds is None:
+            return None
+        return self.load_seconds + self.prefill_seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
     """Result of CountTokens."""
 
     total_tokens: int
+    image_tokens: int = 0
     cached_tokens: int
     remaining_tokens: int
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    plan: PlanView | None = None
+
+
+class WhyGone(enum.Enum):
+    """Why a watch shows a snapshot no longer."""
+
+    DELETED = 1
+    ROLLED_BACK = 2
+    EXPIRED = 3
+    UNLISTED = 6  # it is there, without the labels
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A snapshot is new, or is otherwise now."""
+
+    snapshot: SnapshotView
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A snapshot went away."""
+
+    name: str
+    reason: WhyGone
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The listing is over, or a watch goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """Nothing to tell for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One message of a watch; `resume_token` is empty during the listing."""
+
+    event: Changed | Gone | Synced | Bookmark
+    resume_token: str
 
 
 class ModelState(enum.Enum):
@@ -200,6 +289,7 @@ class ModelView:
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
     trimmable: bool = False
+    vision: bool = False
     bytes_per_token: int = 0
     default_temperature: float = 0.0
     default_top_p: float = 1.0
@@ -212,12 +302,16 @@ class LimitsView:
     """What is refused."""
 
     max_request_bytes: int
+    max_image_bytes: int
+    max_images: int
+    max_image_pixels: int
     max_fork_branches: int
     max_queue: int
     max_batch: int
     max_snapshots: int
     max_pinned: int
     max_ttl: float
+    max_watches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +325,21 @@ class ServerView:
     limits: LimitsView
     uptime: float
     draining: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowView:
+    """A sequence under way, as its owner sees it. `age` in seconds."""
+
+    row: int  # the process's own number
+    phase: str  # queued, restoring, prefill, decode or saving
+    prompt_tokens: int
+    done_tokens: int
+    completion_tokens: int
+    age: float
+    priority: int
+    generation: str = ""  # "generations/{id}"
+    parent: str = ""  # "snapshots/{id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,3 +371,14 @@ class StatsView:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    restoring_rows: int = 0
+    prefilling_rows: int = 0
+    decoding_rows: int = 0
+    saving_rows: int = 0
+    completion_tokens: int = 0
+    active_bytes: int = 0
+    active_limit_bytes: int = 0
+    evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0

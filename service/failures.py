@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 
+from kvcache.receipt import MissReason
 from service.errors import CallError, EngineDown, RowFailed
 
 log = logging.getLogger("kvfork.failures")
@@ -13,6 +14,16 @@ log = logging.getLogger("kvfork.failures")
 def not_begun(error: CallError) -> EngineDown:
     """`error`, which ends every call, for one that nothing was done for: it cannot be the cause, and may try again."""
     return EngineDown(error.text, hint="try again", retry_after=2.0)
+
+
+def why_lost(missing: MissReason, refused: str) -> str:
+    """Why a place that was asked for does not stand: `missing` says what became of state that it stands on.
+
+    `refused`: what the store said when it did not take some of it, if it did not. The result is a cause of STORE_FULL.
+    """
+    if missing in (MissReason.EVICTED, MissReason.CORRUPT):
+        return missing.name
+    return refused or "NOT_STORED"
 
 
 def row_failure(failure: Exception, *, row: int, call: str, position: int) -> CallError:

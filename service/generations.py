@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from kvcache.snapshots import Snapshot
+from service import facts
 from service.events import Delta, Event, Finished, Progress, SnapshotView, Started, TokenLogprob, TopLogprob
 from service.outbox import Channel
 from service.plan import Picked
@@ -38,7 +39,8 @@ class Generations:
         await self._rt.until_named(owner, call.parent)
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
-            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks)
+            images = self._rt.images(loaded, owner, stack)
+            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks, images=images)
             check_room(len(prompt.tokens), loaded.view, needs=1)
             places = generation_places(call.marks, prompt, reasons=loaded.channels.has_reasoning)
             for mark, place in zip(call.marks, places, strict=True):
@@ -54,6 +56,7 @@ class Generations:
                 owner=owner,
                 tokens=prompt.tokens,
                 base=parent.node if parent else None,
+                images=prompt.images,
                 keep=self._rt.engine_places(places, parent),
                 generation=Generation(
                     sampling=resolve_sampling(call.sampling, loaded.view, seed),
@@ -74,6 +77,7 @@ class Generations:
                 group=f"{owner} {parent.parent or parent.id}" if parent else "",
             )
             generation = f"generations/{secrets.token_hex(12)}"
+            facts.note(generation=generation, parent=call.parent, prompt_tokens=len(prompt.tokens))
             channel, row = self._rt.submit(work)
             self._rt.running[generation] = Running(row, owner, parent.id if parent else "")
             saving: Saving | None = None
@@ -93,7 +97,9 @@ class Generations:
                     # Also when the end is there already and was not read: the work was done, and asked for.
                     saving.cancelled = True
                     self._rt.loop.cancel(row, save=True)
-                    self._rt.spawn(self._save_cancelled(channel, owner, call, parent))
+                    held = ExitStack()
+                    self._rt.images(loaded, owner, held).hold_on(prompt.tokens)
+                    self._rt.spawn(self._save_cancelled(channel, owner, call, parent, held))
                 else:
                     self._rt.loop.cancel(row)
                     channel.close()
@@ -158,6 +164,14 @@ class Generations:
                     assert event.reason is not None
                     if call.save is not None and saved is None and not save_error:
                         save_error = "NOTHING_TO_SAVE"
+                    facts.note(
+                        finish=event.reason.name,
+                        cached_tokens=event.usage.cached_tokens,
+                        recomputed_tokens=event.usage.recomputed_tokens,
+                        new_tokens=event.usage.new_tokens,
+                        completion_tokens=event.usage.completion_tokens,
+                        snapshot=saved.name if saved is not None else "",
+                    )
                     yield Finished(
                         reason=event.reason,
                         usage=event.usage,
@@ -171,8 +185,10 @@ class Generations:
                 case Failed():
                     raise event.error
 
-    async def _save_cancelled(self, channel: Channel, owner: str, call: GenerateCall, parent: Snapshot | None) -> None:
-        """Nobody listens any more, but the state was asked for: waits for it and names it."""
+    async def _save_cancelled(
+        self, channel: Channel, owner: str, call: GenerateCall, parent: Snapshot | None, held: ExitStack
+    ) -> None:
+        """Nobody listens any more, but the state was asked for: waits for it and names it. `held`: its images."""
         assert call.save is not None
         try:
             while True:
@@ -182,6 +198,7 @@ class Generations:
                 if isinstance(event, Ended | Failed):
                     return
         finally:
+            held.close()
             channel.close()
             self._named(owner, call)
 

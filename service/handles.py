@@ -221,6 +221,7 @@ class Handles:
             model=self._model_name,
             model_fingerprint=self._cache.fingerprint,
             token_count=snapshot.token_count,
+            image_spans=tuple((span.start, span.end) for span in snapshot.images),
             checkpointed_tokens=state.checkpointed,
             prefix_hash=bytes(snapshot.node.content),
             residency=residency,

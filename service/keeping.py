@@ -10,15 +10,16 @@ from collections.abc import Callable
 
 from kvcache.cache import PrefixCache
 from kvcache.checkpoints import Take
+from kvcache.media import cut_inside, spans_of
 from kvcache.tree import Node
+from service.failures import why_lost
 from service.parking import Parking, Place, Settled
-from service.plan import Payloads
+from service.plan import Payloads, RowId
 from service.rows import Rows
 from service.scheduler import Scheduler
 from service.sequence import Sequence
+from service.totals import Totals
 from service.work import NodeAt
-
-NOT_STORED = "NOT_STORED"  # why a place does not stand, where the store refused nothing: it was evicted since
 
 
 class Keeping:
@@ -30,6 +31,7 @@ class Keeping:
         scheduler: Scheduler,
         parking: Parking,
         rows: Rows,
+        totals: Totals,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         patience: float,
@@ -39,6 +41,7 @@ class Keeping:
         self._scheduler = scheduler
         self._parking = parking
         self._rows = rows
+        self._totals = totals
         self._post = post
         self._clock = clock
         self._patience = patience
@@ -60,11 +63,11 @@ class Keeping:
                 end=end,
                 final=final,
                 payloads={kind: data for kind, data in payloads.items() if kind not in take.passing},
-                passing=take.passing,
                 in_memory=take.in_memory,
                 until=self._clock() + self._patience,
             )
             if self._parking.park(seq.row, place):
+                self._totals.store_waits += 1
                 self._scheduler.pause(seq.row)
                 self._ask_when_written()
                 return
@@ -76,10 +79,11 @@ class Keeping:
         """Offers what is parked to the store again, and goes on where it was taken or its time is over."""
         if not self._parking:
             return
-        settled = self._parking.settle(self._clock())
-        for each in settled:
+        rows: dict[RowId, None] = {}
+        for each in self._parking.settle(self._clock()):
+            rows[each.row] = None
             self._rows.guard(each.row, self._settled, each)
-        for row in dict.fromkeys(each.row for each in settled):
+        for row in rows:
             if row in self._rows and not self._parking.holds(row):
                 self._rows.guard(row, self._all_stored, self._rows[row])
         self._ask_when_written()
@@ -89,11 +93,23 @@ class Keeping:
         last = seq.recorder.last_block
         if last.parent is None:
             return
-        node, lost = self._cache.hold_base(last, last.end), ""
+        node, lost = self._base_outside_images(last, seq), ""
         if node.parent is None:
             self._cache.let_go(node)
-            node, lost = self._cache.hold(last), seq.lost or NOT_STORED
+            node, lost = self._cache.hold(last), why_lost(self._cache.why_not(last), seq.lost)
         seq.emit(NodeAt(node, lost, final=True))
+
+    def _base_outside_images(self, last: Node, seq: Sequence) -> Node:
+        """The deepest place that stands and cuts no image; the root if there is none. Held."""
+        spans = spans_of(seq.tokens)
+        position = last.end
+        while True:
+            node = self._cache.hold_base(last, position)
+            inside = cut_inside(spans, node.end)
+            if inside is None:
+                return node
+            self._cache.let_go(node)
+            position = inside.start
 
     def _ask_when_written(self) -> None:
         if self._parking and not self._waits_for_writer:
@@ -124,7 +140,7 @@ class Keeping:
         seq.lost = seq.lost or lost
         asked = seq.asked_at(end, final=final)
         if asked and not lost and not self._cache.stands(node):
-            lost = seq.lost or NOT_STORED  # something before this place is missing
+            lost = why_lost(self._cache.why_not(node), seq.lost)  # something before this place is missing
         if asked.reasoning_end:
             seq.mark_told = True
             seq.emit(NodeAt(self._cache.hold(node), lost, final=False, reasoning_end=True))

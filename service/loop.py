@@ -9,6 +9,7 @@ and should it come back it goes on without them. `service.watchdog` decides when
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,9 +22,10 @@ from pathlib import Path
 from kvcache.cache import PrefixCache
 from service.engine import Engine
 from service.errors import CallError, EngineFailed
+from service.events import Forecast, RowView
 from service.failures import not_begun
 from service.plan import RowId, StepPlan, StepResult
-from service.scheduler import Scheduler, State
+from service.scheduler import Demand, Scheduler, State
 from service.steps import Steps
 from service.totals import Totals
 from service.work import Failed, Work, WorkEvent
@@ -172,6 +174,24 @@ class EngineLoop:
             return self._scheduler.count(*states)
         except RuntimeError:  # the engine thread changed the dictionary meanwhile; a number a moment old will do
             return len(self._steps.rows) if self._steps is not None else 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Working memory reserved by rows under way, at some recent moment."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # the engine thread changed the dictionary meanwhile
+                return self._scheduler.reserved_bytes
+
+    def views(self, owner: str) -> list[RowView]:
+        """The owner's sequences, oldest first, at some recent moment."""
+        return self._steps.views(owner) if self._steps is not None else []
+
+    def foresee(self, demand: Demand, count: int) -> Forecast:
+        """What so many sequences would meet if they came at about this moment. The model must be loaded."""
+        assert self._steps is not None
+        while True:
+            with contextlib.suppress(RuntimeError):  # as above
+                return self._steps.foresee(demand, count)
 
     def _post(self, message: _Message) -> None:
         with self._wake:

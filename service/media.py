@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from kvcache.media import MediaKey
+
+if TYPE_CHECKING:  # the scheduler's language mentions images, and must load in no time
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,9 +60,16 @@ class ImageRefused(ValueError):
 
 
 class Preparer(Protocol):
-    """A model's image processor."""
+    """A model's image processor. An image takes the place of one `marker_id` in a tokenized prompt.
+
+    `written` is what stands in a prompt's text in place of the marker that a chat template wrote, before the text is
+    tokenized: the marker with what the model's own processor writes around it.
+    """
 
     placeholder_id: int  # what callers see at image positions
+    marker_id: int  # what a chat template puts where an image goes; the whole span stands in its place
+    marker: str  # the same as text
+    written: str
     whole_images: bool  # the model must see an image's run in one call: attention inside it goes both ways
     opening: tuple[int, ...]  # token ids before an image that no template placed
     closing: tuple[int, ...]  # and behind it

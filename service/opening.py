@@ -18,6 +18,7 @@ from service.restores import Read, Restore, Restores
 from service.rows import Rows
 from service.scheduler import Scheduler
 from service.sequence import Sequence
+from service.sight import Sight
 from service.totals import Totals
 from service.work import Admitted, Failed, NodeAt, Work
 
@@ -35,6 +36,7 @@ class Opening:
         scheduler: Scheduler,
         rows: Rows,
         totals: Totals,
+        sight: Sight,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -43,6 +45,7 @@ class Opening:
         self._scheduler = scheduler
         self._rows = rows
         self._totals = totals
+        self._sight = sight
         self._clock = clock
         self._opened: list[Sequence] = []
         self._restores = Restores(cache.store.fetch, lambda read, result: post(lambda: self._arrived(read, result)))
@@ -127,10 +130,13 @@ class Opening:
             calls = seq.rebuilt_from(lookup, read)
         else:
             seq.opened = self._clock()
+            if read is not None:
+                self._totals.restored(read, seq.opened - seq.admitted)
             calls = seq.found(lookup, read)
             for node in lookup.kept:
                 seq.emit(NodeAt(self._cache.hold(node), "", final=False))
         self._scheduler.restored(seq.row, calls)
+        self._sight.want(seq, lookup.position)
         self._opened.append(seq)
 
 

@@ -10,22 +10,27 @@ from dataclasses import dataclass
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.checkpoints import Take
+from kvcache.records import RecordKind
 from kvcache.schedule import Call
 from service.plan import Capture, Decode, OpenRow, Prefill, RowId, StepPlan
 from service.rows import Rows
 from service.scheduler import Tick
 from service.sequence import Sequence
+from service.sight import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """One step's plan, and what is worth keeping of the state that it captures: one place a row at most."""
+    """One step's plan, and what is worth keeping of the state that it captures: at one place a row at most, and at the
+    block boundaries that its call passes.
+    """
 
     plan: StepPlan
     takes: dict[RowId, Take]
+    passed: dict[RowId, tuple[Take, ...]]
 
 
-def orders(tick: Tick, rows: Rows, opened: Iterable[Sequence]) -> Orders:
+def orders(tick: Tick, rows: Rows, opened: Iterable[Sequence], sight: Sight) -> Orders:
     """A row whose order cannot be made fails, and is closed at the end of the step."""
     made = _Making()
     for row, call in tick.prefill:
@@ -38,13 +43,15 @@ def orders(tick: Tick, rows: Rows, opened: Iterable[Sequence]) -> Orders:
     shared = tuple(tuple(row for row in call if row in rows) for call in tick.shared)
     plan = StepPlan(
         leave=tuple(row for row in tick.save if row in rows),
-        open=tuple(_open_order(seq) for seq in opened if seq.row in rows),
+        open=tuple(_open_order(seq, sight) for seq in opened if seq.row in rows),
+        give=sight.take_given(),
+        encode=sight.orders(tick.encode),
         prefill=tuple(made.prefill),
         sample=tuple(row for row in tick.finish_prefill if row in rows and rows[row].samples_next),
         decode=Decode(rows=decode, shared=shared, captures=made.captures) if decode else None,
         close=rows.take_closing(),
     )
-    return Orders(plan=plan, takes=made.takes)
+    return Orders(plan=plan, takes=made.takes, passed=made.passed)
 
 
 class _Making:
@@ -54,6 +61,7 @@ class _Making:
         self.prefill: list[Prefill] = []
         self.captures: dict[RowId, Capture] = {}
         self.takes: dict[RowId, Take] = {}
+        self.passed: dict[RowId, tuple[Take, ...]] = {}
 
     def call(self, seq: Sequence, call: Call) -> None:
         """A call of a row's prefill."""
@@ -62,8 +70,8 @@ class _Making:
             self.prefill.append(Prefill(row=seq.row, tokens=tokens, logits=False, capture=None))
             return
         seq.recorder.called(call.end)
-        capture = self._capture(seq, call.end)
-        self.prefill.append(Prefill(row=seq.row, tokens=tokens, logits=call.stop, capture=capture))
+        capture, passed = self._capture(seq, call.end), self._passed(seq, call)
+        self.prefill.append(Prefill(row=seq.row, tokens=tokens, logits=call.stop, capture=capture, passed=passed))
 
     def last_call(self, seq: Sequence) -> None:
         """The last token of a row that is saved."""
@@ -88,8 +96,18 @@ class _Making:
         take = self.takes[seq.row] = seq.take_at(end, final=final)
         return seq.recorder.capture(end, logits=asked, kinds=take.kinds)
 
+    def _passed(self, seq: Sequence, call: Call) -> tuple[Capture, ...]:
+        """The blocks that end inside the call, where an image is that must be whole. No run can begin there."""
+        if not call.passed:
+            return ()
+        takes = self.passed[seq.row] = tuple(seq.take_at(boundary) for boundary in call.passed)
+        return tuple(
+            seq.recorder.capture(boundary, logits=False, kinds=[k for k in take.kinds if k is not RecordKind.STATE])
+            for boundary, take in zip(call.passed, takes, strict=True)
+        )
 
-def _open_order(seq: Sequence) -> OpenRow:
+
+def _open_order(seq: Sequence, sight: Sight) -> OpenRow:
     generation = seq.work.generation
     restored, seq.restored = seq.restored, None
     return OpenRow(
@@ -99,4 +117,5 @@ def _open_order(seq: Sequence) -> OpenRow:
         top_logprobs=generation.top_logprobs if generation else None,
         context=seq.work.tokens,
         constraint=generation.constraint if generation else None,
+        images=sight.row_images(seq.work),
     )

@@ -1,16 +1,17 @@
 """The language between scheduler and engine: one step's orders and what came of them. Values only.
 
-The engine carries out a `StepPlan` in this order: leave, open, encode, prefill, sample, decode, close. It decides
+The engine carries out a `StepPlan` in this order: leave, open, give, encode, prefill, sample, decode, close. It decides
 nothing.
 A row is one sequence's state inside the engine, named by a small integer that is never used twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
+from kvcache.media import MediaKey
 from kvcache.records import RecordKind
 from service.request import Sampling
 
@@ -51,8 +52,54 @@ class TokenMask(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowImage:
+    """An image of a row's prompt, at positions [start, end): what the model sees there and computes places from."""
+
+    start: int
+    key: MediaKey
+    ids: tuple[int, ...]  # see `Prepared`
+    grid: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """One past its last position."""
+        return self.start + len(self.ids)
+
+
+class TowerImage(Protocol):
+    """An image as a vision tower takes it: `service.media.Prepared`, whose arrays are no affair of a plan."""
+
+    @property
+    def key(self) -> MediaKey: ...
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> Mapping[str, Any] | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encode:
+    """One image for the vision tower; its features are kept in the engine and handed out."""
+
+    image: TowerImage
+
+    @property
+    def key(self) -> MediaKey:
+        """The image's."""
+        return self.image.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenFeatures:
+    """Features that were encoded before, as they were handed out."""
+
+    key: MediaKey
+    payload: bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRow:
-    """A new row, empty or restored. `context` is its prompt, for penalties.
+    """A new row, empty or restored. `context` is its prompt, for penalties; `images` are all of the prompt's, in order.
 
     For a row whose state was lost: the state alone is new; it goes on with the token it picked and its draws so far.
     """
@@ -63,16 +110,23 @@ class OpenRow:
     top_logprobs: int | None
     context: Sequence[int]
     constraint: TokenMask | None = None
+    images: tuple[RowImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """One model call for one row. `logits`: keep those of the last position, to sample from or to store."""
+    """One model call for one row. `logits`: keep those of the last position, to sample from or to store.
+
+    `tokens` are as in the context: symbols where an image is. The features of every image that they touch must be in
+    the engine by then, encoded or given, in this step or an earlier one since the row was opened. `passed` are blocks
+    that end inside this call, since an image that must be whole goes on beyond them.
+    """
 
     row: RowId
     tokens: Sequence[int]
     logits: bool
     capture: Capture | None
+    passed: tuple[Capture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +144,24 @@ class StepPlan:
 
     leave: tuple[RowId, ...] = ()  # out of the decode batch, so that prefill calls can follow
     open: tuple[OpenRow, ...] = ()
+    give: tuple[GivenFeatures, ...] = ()
+    encode: tuple[Encode, ...] = ()
     prefill: tuple[Prefill, ...] = ()
     sample: tuple[RowId, ...] = ()  # pick a first token from the row's kept logits
     decode: Decode | None = None
     close: tuple[RowId, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.leave or self.open or self.prefill or self.sample or self.decode or self.close)
+        return bool(
+            self.leave
+            or self.open
+            or self.give
+            or self.encode
+            or self.prefill
+            or self.sample
+            or self.decode
+            or self.close
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +188,18 @@ class StepResult:
 
     A row in `lost` has no other entry either, but stays open: a decode call that it was part of failed and took its
     state along. It has picked nothing, and must be opened anew, up to the token it picked last, before it goes on.
+
+    An image in `unencoded` could not be encoded, and the open rows that still needed it are in `failed`.
     """
 
     picked: dict[RowId, Picked] = field(default_factory=dict)
     captured: dict[RowId, Payloads] = field(default_factory=dict)
+    passed: dict[RowId, tuple[Payloads, ...]] = field(default_factory=dict)  # as in the prefill call's `passed`
+    encoded: dict[MediaKey, bytes | bytearray] = field(default_factory=dict)  # features, to be given again
+    unencoded: dict[MediaKey, Exception] = field(default_factory=dict)
     failed: dict[RowId, Exception] = field(default_factory=dict)
     lost: dict[RowId, Exception] = field(default_factory=dict)
     prefill_tokens: int = 0  # counted at the model call
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    encode_seconds: float = 0.0

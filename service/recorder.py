@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Commit, Lookup, PrefixCache
+from kvcache.media import ends_inside
 from kvcache.records import RecordKind
 from kvcache.schedule import NONCE_BYTES, continued_schedule, decode_schedule, prefill_schedule
 from kvcache.tree import Node
@@ -19,10 +20,12 @@ from service.plan import Capture, Payloads
 class Recorder:
     """Follows one sequence. `tokens` is the sequence's own growing list, shared and read only."""
 
-    def __init__(self, cache: PrefixCache, owner: str, tokens: Sequence[int]) -> None:
+    def __init__(self, cache: PrefixCache, owner: str, tokens: Sequence[int], base: Node | None = None) -> None:
+        """`base`: the explicit parent that the sequence goes on from."""
         self._cache = cache
         self._tokens = tokens
-        self._node = cache.follow(cache.root(owner))  # the last full block
+        root = cache.root(owner) if base is None else cache.root_of(base)
+        self._node = cache.follow(root)  # the last full block
         self._tail: Node | None = None  # where the current block was entered, if inside it
         self._ends: set[int] = set()
         self._nonce: bytes | None = None
@@ -49,13 +52,19 @@ class Recorder:
         self._ends.add(end)
 
     def capture(self, end: int, *, logits: bool, kinds: Collection[RecordKind] | None = None) -> Capture:
-        """What to take from the engine at `end`, the place of the last call: only what is not stored yet.
+        """What to take from the engine at `end`, a place that the last call passes or ends at: what is not stored yet.
 
-        `kinds`: the layer kinds that are worth keeping there; None: all of them.
+        `kinds`: the layer kinds that are worth keeping there; None: all of them. Beyond the block under construction,
+        where an image takes a call, all of it is taken: what it follows has no node yet.
         """
-        start = self._node.end
-        assert start < end <= start + BLOCK_TOKENS
-        wanted = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)
+        start = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert self._node.end <= start < end
+        if start > self._node.end:
+            passed = range(self._node.end + BLOCK_TOKENS, start + 1, BLOCK_TOKENS)
+            assert all(ends_inside(self._tokens[boundary - 1 : boundary]) for boundary in passed)
+            wanted = self._cache.layout.kinds + ((RecordKind.LOGITS,) if logits else ())
+        else:
+            wanted = self._cache.wants(self._node, self._tokens[start:end], self._schedule(end), logits=logits)
         if kinds is not None:
             wanted = tuple(kind for kind in wanted if kind in kinds or kind is RecordKind.LOGITS)
         return Capture(start=start, end=end, kinds=wanted)

@@ -8,6 +8,7 @@ defaults fill them.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -34,7 +35,18 @@ class TokenPart:
     ids: tuple[int, ...]
 
 
-Part = TextPart | TokenPart
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePart:
+    """A picture: an encoded file, or the SHA-256 of one that was sent before. Exactly one of the two."""
+
+    data: bytes | None = field(default=None, repr=False)
+    sha256: bytes | None = None  # 32 bytes
+    mime_type: str = ""  # one of MIME_TYPES; empty: what the file says
+
+
+MIME_TYPES = ("image/png", "image/jpeg", "image/webp")
+
+Part = TextPart | TokenPart | ImagePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +75,24 @@ class ChatInput:
 
 
 Input = RawInput | ChatInput
+
+
+def parts_of(given: Input, at: str = "input") -> Iterator[tuple[str, Part]]:
+    """Every part in reading order, with its path in the request."""
+    if isinstance(given, RawInput):
+        for p, part in enumerate(given.parts):
+            yield f"{at}.raw.parts[{p}]", part
+        return
+    for m, message in enumerate(given.messages):
+        for p, part in enumerate(message.parts):
+            yield f"{at}.chat.messages[{m}].parts[{p}]", part
+
+
+def images_of(given: Input | None, at: str = "input") -> list[tuple[str, ImagePart]]:
+    """The images in reading order, with their paths."""
+    if given is None:
+        return []
+    return [(f"{path}.image", part) for path, part in parts_of(given, at) if isinstance(part, ImagePart)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +268,14 @@ class RollbackCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a dry run is about; `max_tokens` None is the server's default."""
+
+    branches: int = 1
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CountTokensCall:
     """`InferenceService.CountTokens`."""
 
@@ -245,6 +283,7 @@ class CountTokensCall:
     parent: str = ""
     input: Input | None = None
     include_rendered: bool = False
+    plan: PlanOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,29 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvcache.media import MediaSpan, cut_inside, spans_of, symbols
 from service.errors import InvalidField
 from service.events import ModelView
-from service.request import ChatInput, Input, Landmark, Mark, Part, RawInput, Sampling, TextPart, TokenPart
+from service.media import Prepared, Preparer
+from service.request import (
+    ChatInput,
+    ImagePart,
+    Input,
+    Landmark,
+    Mark,
+    Part,
+    RawInput,
+    Sampling,
+    TextPart,
+    TokenPart,
+    parts_of,
+)
 from service.text import chat
+from service.text.splice import Images
 from service.text.tokens import TextCodec
+from service.work import WorkImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +41,12 @@ class Prompt:
     parent_tokens: int
     text: str
     message_ends: tuple[int | None, ...]
+    images: tuple[WorkImage, ...] = ()  # all of the context, once they are known
+
+    @property
+    def image_tokens(self) -> int:
+        """Positions of images."""
+        return sum(len(image.layout.ids) for image in self.images)
 
     @property
     def added(self) -> array[int]:
@@ -38,30 +60,85 @@ def resolve_prompt(
     given: Input | None,
     marks: Sequence[Mark] = (),
     at: str = "input",
+    preparer: Preparer | None = None,
+    pictures: Sequence[Prepared] = (),
 ) -> Prompt:
-    """The context after `given`; `at` is the field path for errors. Raises InvalidField, TurnOpen, Template…"""
+    """The context after `given`; `at` is the field path for errors. Raises InvalidField, TurnOpen, Template…
+
+    `pictures` are those of `given`, in reading order, as `preparer` has made them.
+    """
     tokens = array("I", context)
     text = ""
     message_ends: tuple[int | None, ...] = ()
     if isinstance(given, RawInput):
         check_token_ids(given.parts, model, f"{at}.raw")
-        added = codec.encode_raw(given, with_parent=bool(context))
-        tokens.extend(added)
+        _refuse_markers(codec, given, preparer, f"{at}.raw")
+        placed = _with_runs(given, preparer, pictures)
+        tokens.extend(codec.encode_raw(placed, with_parent=bool(context)))
+        text = _raw_text(codec, given, preparer) if pictures else ""
     elif isinstance(given, ChatInput):
         for m, message in enumerate(given.messages):
             check_token_ids(message.parts, model, f"{at}.chat.messages[{m}]")
         ends = {mark.message_count for mark in marks if mark.message_count is not None}  # each costs a rendering
         at_chat = f"{at}.chat"
+        _refuse_markers(codec, given, preparer, at_chat)
+        images = None
+        if preparer is not None:
+            images = Images(preparer.marker, preparer.written, tuple(_run(picture) for picture in pictures))
         if context:
-            rendered = chat.append(codec, context, given, ends=ends, at=at_chat)
+            rendered = chat.append(codec, context, given, ends=ends, at=at_chat, images=images)
         else:
-            rendered = chat.render(codec, given, ends=ends, at=at_chat)
+            rendered = chat.render(codec, given, ends=ends, at=at_chat, images=images)
         tokens.extend(rendered.tokens)
         text = rendered.text
         message_ends = tuple(end + len(context) if end is not None else None for end in rendered.message_ends)
     if not tokens:
         raise InvalidField.at(at, "gives no tokens, and there is no parent: there is nothing to continue")
     return Prompt(tokens=tokens, parent_tokens=len(context), text=text, message_ends=message_ends)
+
+
+def _run(picture: Prepared) -> tuple[int, ...]:
+    return tuple(symbols(picture.key, len(picture.ids)))
+
+
+def _with_runs(given: RawInput, preparer: Preparer | None, pictures: Sequence[Prepared]) -> RawInput:
+    """Raw input with each image as the run of tokens that stands for it."""
+    if preparer is None or not pictures:
+        return given
+    runs = iter(pictures)
+    parts = [
+        TokenPart((*preparer.opening, *_run(next(runs)), *preparer.closing)) if isinstance(part, ImagePart) else part
+        for part in given.parts
+    ]
+    return replace(given, parts=tuple(parts))
+
+
+def _raw_text(codec: TextCodec, given: RawInput, preparer: Preparer | None) -> str:
+    """Raw input as text, with the marker for each image."""
+    assert preparer is not None
+    pieces: list[str] = []
+    for part in given.parts:
+        if isinstance(part, TextPart):
+            pieces.append(part.text)
+        elif isinstance(part, TokenPart):
+            pieces.append(codec.text_of(part.ids))
+        else:
+            pieces += [codec.text_of(preparer.opening), preparer.marker, codec.text_of(preparer.closing)]
+    return "".join(pieces)
+
+
+def _refuse_markers(codec: TextCodec, given: Input, preparer: Preparer | None, at: str) -> None:
+    """A caller's own text or ids must not stand for an image: nothing would be seen there."""
+    if preparer is None:
+        return
+    reserved = {preparer.placeholder_id, preparer.marker_id}
+    names = {codec.text_of([token]) for token in reserved} | {preparer.marker}
+    top = at.rpartition(".")[0]
+    for path, part in parts_of(given, top):
+        if isinstance(part, TextPart) and any(name in part.text for name in names if name):
+            raise InvalidField.at(path, "spells the token that stands for an image: leave it out or escape it")
+        if isinstance(part, TokenPart) and not reserved.isdisjoint(part.ids):
+            raise InvalidField.at(path, "holds the token that stands for an image: send the image itself")
 
 
 def check_token_ids(parts: Sequence[Part], model: ModelView, at: str) -> None:
@@ -98,8 +175,20 @@ def check_room(prompt_tokens: int, model: ModelView, *, needs: int, at: str = "i
 
 
 def mark_positions(marks: Sequence[Mark], prompt: Prompt) -> list[int]:
-    """The token position of each mark in the prompt. Raises InvalidField for a place that the prompt does not have."""
+    """The token position of each mark in the prompt.
+
+    Raises InvalidField for a place that the prompt does not have, or that lies inside an image.
+    """
     return [_position(i, mark, prompt) for i, mark in enumerate(marks)]
+
+
+def refuse_cut_inside(spans: Sequence[MediaSpan], position: int, field: str) -> None:
+    """InvalidField CUT_INSIDE_IMAGE if an image has positions on both sides of `position`."""
+    span = cut_inside(spans, position)
+    if span is not None:
+        facts = {"start": str(span.start), "end": str(span.end)}
+        text = f"is {position}, inside an image at [{span.start}, {span.end}); cut before or behind it"
+        raise InvalidField.at(field, text, reason="CUT_INSIDE_IMAGE", metadata=facts)
 
 
 def generation_places(marks: Sequence[Mark], prompt: Prompt, *, reasons: bool) -> list[int | None]:
@@ -124,6 +213,7 @@ def _position(index: int, mark: Mark, prompt: Prompt) -> int:
         if not 1 <= mark.token_count <= len(prompt.tokens):
             text = f"is {mark.token_count}; the prompt has {len(prompt.tokens)} tokens"
             raise InvalidField.at(f"marks[{index}].token_count", text)
+        refuse_cut_inside(spans_of(prompt.tokens), mark.token_count, f"marks[{index}].token_count")
         return mark.token_count
     if mark.message_count is not None:
         return _message_position(index, mark.message_count, prompt)

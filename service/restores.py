@@ -46,7 +46,7 @@ class _Waiting:
     def whole(self) -> FetchResult:
         """All records, in their order. Bytes that another row had read count as none."""
         parts = [self.found[record] for record in self.records]
-        own = self.own.records if self.own is not None else ()
+        own = frozenset(self.own.records if self.own is not None else ())
         return FetchResult(
             payloads=[payload for payload, _, _ in parts],
             tiers=[tier for _, tier, _ in parts],

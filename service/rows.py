@@ -16,6 +16,7 @@ from service.parking import Parking
 from service.plan import RowId
 from service.scheduler import Scheduler, State
 from service.sequence import Sequence
+from service.sight import Sight
 from service.totals import Totals
 from service.work import Ended, Failed
 
@@ -23,11 +24,12 @@ from service.work import Ended, Failed
 class Rows:
     """Engine thread only, but for `end_all` while that is inside the engine (see `loop`)."""
 
-    def __init__(self, scheduler: Scheduler, parking: Parking, loan: Loan, totals: Totals) -> None:
+    def __init__(self, scheduler: Scheduler, parking: Parking, loan: Loan, totals: Totals, sight: Sight) -> None:
         self._scheduler = scheduler
         self._parking = parking
         self._loan = loan
         self._totals = totals
+        self._sight = sight
         self._sequences: dict[RowId, Sequence] = {}
         self._closing: list[RowId] = []
 
@@ -107,6 +109,7 @@ class Rows:
         seq = self._sequences.pop(row)
         self._scheduler.drop(row)
         self._parking.drop(row)
+        self._sight.forget(row)
         seq.recorder.close()
         if not closed and not seq.ending:
             self._closing.append(row)

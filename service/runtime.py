@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvcache.cache import PrefixCache
 from kvcache.errors import StoreError
+from kvcache.media import shown
 from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
+from service import facts
 from service.config import Config
 from service.engine import Engine
 from service.errors import (
@@ -31,7 +34,12 @@ from service.errors import (
 )
 from service.events import Marked, ModelState, ModelView, SnapshotView
 from service.handles import RESOURCE, Handles, bare_id
+from service.images.intake import CallImages, Intake
+from service.images.limits import ImageLimits
+from service.images.uploads import Uploads
 from service.loop import EngineLoop
+from service.media import Preparer
+from service.metering import Meter
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Durability, Input, Mark, SaveOptions
@@ -39,6 +47,7 @@ from service.resolve import Prompt, refuse_hopeless, resolve_prompt
 from service.text.constraint import Grammars
 from service.text.formats import Format
 from service.text.tokens import TextCodec
+from service.tracing import Tracer
 from service.work import Ended, Failed, NodeAt, Work
 
 CANCEL_SECONDS = 0.25  # how late a cancel may reach the server after a look that followed it
@@ -59,6 +68,8 @@ class Loaded:
     channels: Format
     grammars: Grammars
     again: Callable[[], Engine]  # loads the same model once more, on a new engine thread
+    preparer: Preparer | None = None  # None: the model takes no images
+    uploads: Uploads = field(default_factory=lambda: Uploads(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -81,13 +92,17 @@ class Saving:
 class Runtime:
     """One per process, shared by everything that serves calls."""
 
-    def __init__(self, config: Config, model_view: ModelView, instance: str) -> None:
+    def __init__(self, config: Config, model_view: ModelView, instance: str, tracer: Tracer) -> None:
         self.config = config
+        limits = ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels)
+        self._images = Intake(limits)
         self.instance = instance
         self.model_view = model_view
         self.loaded: Loaded | None = None
         self.handles: Handles | None = None
         self.draining = False
+        self.meter = Meter()
+        self.tracer = tracer
         self.running: dict[str, Running] = {}
         self.saving: dict[tuple[str, str], Saving] = {}  # by (owner, id)
         self.loop: EngineLoop  # set by start
@@ -104,6 +119,7 @@ class Runtime:
         for task in list(self._background):
             task.cancel()
         self._text_threads.shutdown(wait=False)
+        self._images.close()
 
     async def until_named(self, owner: str, name: str) -> None:
         """Waits while a cancelled call is still saving `name`: whoever cancelled it may look at once.
@@ -174,18 +190,37 @@ class Runtime:
         marks: Sequence[Mark] = (),
         at: str = "input",
         *,
+        images: CallImages,
         bounded: bool = True,
     ) -> Prompt:
         """The parent's tokens and what `given` adds, tokenized on a text thread; `bounded`: it must fit the context."""
         context = parent.node.all_tokens() if parent else ()
         if bounded:
             refuse_hopeless(loaded.codec, loaded.view, len(context), given, at)
-        return await self.on_text_thread(lambda: resolve_prompt(loaded.codec, loaded.view, context, given, marks, at))
+        pictures = await images.take(given, at)
+
+        def resolve() -> Prompt:
+            return resolve_prompt(
+                loaded.codec, loaded.view, context, given, marks, at, preparer=loaded.preparer, pictures=pictures
+            )
+
+        prompt = await self.on_text_thread(resolve)
+        return replace(prompt, images=await images.placed(prompt.tokens))
+
+    def images(self, loaded: Loaded, owner: str, held: ExitStack) -> CallImages:
+        """For one call's images, held until `held` is closed."""
+        return self._images.call(owner, loaded.preparer, loaded.uploads, held)
+
+    def shown(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Token ids as callers see them: the model's placeholder at image positions."""
+        preparer = self.loaded.preparer if self.loaded is not None else None
+        return shown(tokens, preparer.placeholder_id) if preparer is not None else tokens
 
     def submit(self, work: Work) -> tuple[Channel, RowId]:
         assert self.loaded is not None
         channel = Channel(self.loaded.cache.let_go)
-        return channel, self.loop.submit(work, self._outlet.emit_to(channel))
+        emit = self.tracer.following(work, self.meter.watching(work, self._outlet.emit_to(channel)))
+        return channel, self.loop.submit(work, emit)
 
     async def run(self, work: Work, parent: Snapshot | None) -> tuple[list[NodeAt], Usage]:
         """A work without generation, to its end. Returns held nodes in order; cancelling it leaves nothing behind."""
@@ -274,6 +309,7 @@ class Runtime:
         added: list[Snapshot] = []
         fresh: list[Snapshot] = []
         try:
+            facts.note(parent=f"snapshots/{parent.id}" if parent is not None else "")
             while left:
                 node, options = left.pop(0)
                 there = self.handles.has(options.snapshot_id, owner)
@@ -295,6 +331,7 @@ class Runtime:
         cache = self.loaded.cache
         there = bool(options.snapshot_id) and self.handles.has(options.snapshot_id, owner)
         snapshot = self.handles.add(owner, node, options, parent)
+        facts.note(snapshot=f"snapshots/{snapshot.id}")
         if options.durability is Durability.DISK and not snapshot.durable:
             error = await self._written(lambda done: cache.make_durable(snapshot, done))
             if error is not None:
@@ -346,12 +383,17 @@ _WHY_NOT_KEPT = {
     "SKIPPED_DISK_FULL": "the disk is full, or what is on it is all pinned",
     "SKIPPED_DISK_ERROR": "writes to the disk keep failing",
     "SKIPPED_MEMORY_FULL": "all of the memory budget is pinned",
-    "NOT_STORED": "state that it stands on was evicted for want of memory before it was reached",
-    "SKIPPED_TOO_LARGE": "it is larger than the budgets allow",
+    "EVICTED": "state that it stands on was evicted for want of room before it was named",
+    "CORRUPT": "state that it stands on did not come back from the disk as it was",
+    "NOT_STORED": "state that it stands on was not kept, or the disk did not take it after all",
+    "SKIPPED_TOO_LARGE": "one record of it is larger than either budget",
 }
 
 
-_MORE_MEMORY = "give the server more --memory-bytes, or try again when fewer calls run"
+_HINTS = {
+    "EVICTED": "give the server more --memory-bytes, or try again when fewer calls run",
+    "SKIPPED_TOO_LARGE": "give the server more --memory-bytes or --disk-bytes: no time helps",
+}
 
 
 def store_full(reason: str) -> StoreFull:
@@ -359,7 +401,7 @@ def store_full(reason: str) -> StoreFull:
     cause = reason.removeprefix("SKIPPED_")
     return StoreFull(
         f"the state could not be kept: {_WHY_NOT_KEPT.get(reason, reason)}",
-        hint=_MORE_MEMORY if reason == "NOT_STORED" else "free room, or try again later",
+        hint=_HINTS.get(reason, "free room, or try again later"),
         metadata={"cause": cause} if cause.isupper() else {},
-        retry_after=1.0,
+        retry_after=1.0 if reason != "SKIPPED_TOO_LARGE" else None,
     )

@@ -4,7 +4,7 @@
        └──────────┴───────────┴─────────┴─────────┴──► DONE   (cancelled, failed, stopped, nothing more to do)
 
 A row whose state was lost in a failed call goes from DECODE back to RESTORING. While the last state of a row waits to
-be stored, it is paused: it makes no prefill call.
+be stored, it is paused: it makes no prefill call. Calls that touch an image wait for its features, earlier ones do not.
 
 * **Order.** A call ranks by the time at which it came, less a head start for its priority. So waiting lifts the lowest
   priority over any that comes later than the head start, and nobody waits for ever.
@@ -13,20 +13,25 @@ be stored, it is paused: it makes no prefill call.
 * **Prefill.** A budget of tokens a tick, small while rows decode, so that their gap stays below one call and one step.
   Ticks take turns: the first in rank goes first, then the one with least left. A long prompt has every second turn
   whatever comes; a short one waits for one call at most, beside shorter ones.
+* **Images.** One is encoded in a tick, the first in rank first. While rows decode, such a tick makes no prefill call,
+  and ticks with and without an image take turns, so that neither text nor images wait for all of the other.
 * **Decode.** All rows that decode step in every tick, in one call unless padding costs more (`footprint`).
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.blocks import BLOCK_TOKENS
+from kvcache.media import MediaKey
 from kvcache.schedule import Call
+from service.events import Admission, Forecast
 from service.footprint import Footprint
 from service.plan import RowId
 
@@ -118,6 +123,12 @@ class Entry:
     state: State = State.QUEUED
     calls: deque[Call] = field(default_factory=deque)
     paused: bool = False
+    stop_at: int | None = None  # no call may go beyond this position yet
+
+    @property
+    def may_call(self) -> bool:
+        """Whether its next call, if there is one, may run."""
+        return not self.paused and (not self.calls or self.stop_at is None or self.calls[0].end <= self.stop_at)
 
     @property
     def is_short(self) -> bool:
@@ -135,6 +146,7 @@ class Tick:
 
     expired: tuple[RowId, ...] = ()  # their deadline passed in the queue: they are DONE
     admit: tuple[RowId, ...] = ()
+    encode: tuple[MediaKey, ...] = ()
     prefill: tuple[tuple[RowId, Call], ...] = ()
     finish_prefill: tuple[RowId, ...] = ()  # rows whose last call is in `prefill`, or that had none left
     decode: tuple[RowId, ...] = ()
@@ -154,6 +166,8 @@ class Scheduler:
         self._queue: list[Entry] = []  # by rank
         self._arrivals = 0
         self._least_first = True
+        self._offered: dict[MediaKey, tuple[float, int]] = {}  # images that may be encoded, by rank
+        self._encoded_last = False
         self._now = 0.0  # of the last plan
         self._refused_bytes: int | None = None  # the least reservation for which the last plan got no loan
         self._sharing: tuple[tuple[RowId, ...], tuple[tuple[RowId, ...], ...], int] = ((), (), 0)
@@ -171,16 +185,59 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Nothing to plan until somebody submits, or a restore arrives."""
         moving = (State.PREFILL, State.DECODE, State.SAVING)
-        return all(e.paused or e.state not in moving for e in self._entries.values()) and not self._admissible()
+        return (
+            not self._offered
+            and all(not e.may_call or e.state not in moving for e in self._entries.values())
+            and not self._admissible()
+        )
 
     def state(self, row: RowId) -> State:
         entry = self._entries.get(row)
         return entry.state if entry else State.DONE
 
     @property
+    def max_rows(self) -> int:
+        """How many may decode at once."""
+        return self._config.max_rows
+
+    @property
     def reserved_bytes(self) -> int:
         """What rows under way may grow to, padding aside."""
         return sum(e.bytes for e in self._entries.values() if e.state is not State.QUEUED)
+
+    def foresee(self, demand: Demand, count: int, now: float) -> Forecast:
+        """What `count` sequences like this would meet if they came now; changes nothing.
+
+        Other calls that come meanwhile are not foreseen, nor that kept state may not give up its memory in time.
+        """
+        twin = copy.copy(self)
+        need = self.footprint.row_bytes(demand.prompt_tokens + demand.new_tokens) * count
+        free = need if self._free_bytes is None else max(0, self._free_bytes)
+        rows = [RowId(-1 - i) for i in range(count)]
+        admission, reason = Admission.REFUSED, ""
+        try:
+            for row in rows:
+                twin.submit(row, demand, now)
+        except QueueIsFull:
+            reason = "QUEUE_FULL"
+        except NeverFits:
+            reason = "ACTIVE_MEMORY"
+        else:
+            admission = Admission.NOW if twin.admits(rows, now) else Admission.QUEUED
+            if admission is Admission.QUEUED:
+                reason = "ROWS_BUSY" if need <= free else "ACTIVE_MEMORY"
+        return Forecast(admission=admission, reason=reason, need_bytes=need, free_bytes=free)
+
+    def __copy__(self) -> Scheduler:
+        """One that can be told more without this one hearing of it; what has been told is shared."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__, _entries=dict(self._entries), _queue=list(self._queue))
+        return twin
+
+    def admits(self, rows: Sequence[RowId], now: float) -> bool:
+        """Whether all of them would leave the queue in the next plan."""
+        self._now = now
+        return set(rows) <= set(self._admissible())
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -229,6 +286,20 @@ class Scheduler:
         if row in self._entries:
             self._entries[row].paused = False
 
+    def stop_at(self, row: RowId, position: int | None) -> None:
+        """No prefill call of the row may go beyond `position` until this is said anew; None: all may."""
+        if row in self._entries:
+            self._entries[row].stop_at = position
+
+    def offer_image(self, key: MediaKey, rows: Iterable[RowId]) -> None:
+        """An image may be encoded, which these rows wait for."""
+        ranks = [self._entries[row].rank for row in rows if row in self._entries]
+        self._offered[key] = min(ranks, default=(self._now, 0))
+
+    def withdraw_image(self, key: MediaKey) -> None:
+        """Nobody waits for it any more, if it was offered and not chosen yet."""
+        self._offered.pop(key, None)
+
     def finish(self, row: RowId, *, save: bool) -> None:
         """A decoding row is at its end; `save`: its state is wanted."""
         self._go(row, State.SAVING if save else State.DONE)
@@ -273,12 +344,14 @@ class Scheduler:
         borrowed = 0 if active is None else max(0, self.reserved_bytes + padding - active)
         for entry in decode:
             entry.length += 1
-        prefill, finished = self._prefill(decoding=len(decode), saving=len(save))
+        encode = self._encode(decoding=len(decode))
+        prefill, finished = self._prefill(decoding=len(decode), saving=len(save), encoding=len(encode))
         for entry in finished:
             self._go(entry.row, State.DECODE if entry.demand.samples else State.DONE)
         return Tick(
             expired=expired,
             admit=admit,
+            encode=encode,
             prefill=tuple(prefill),
             finish_prefill=tuple(entry.row for entry in finished),
             decode=tuple(entry.row for entry in decode),
@@ -335,13 +408,27 @@ class Scheduler:
                     break
         return tuple(chosen)
 
-    def _prefill(self, *, decoding: int, saving: int) -> tuple[list[tuple[RowId, Call]], list[Entry]]:
+    def _encode(self, *, decoding: int) -> tuple[MediaKey, ...]:
+        """The image of this tick, if it is an image's turn."""
+        waits = bool(self._offered)
+        if waits and decoding and self._encoded_last:
+            waits = not any(e.calls and e.may_call and e.state is State.PREFILL for e in self._entries.values())
+        self._encoded_last = waits
+        if not waits:
+            return ()
+        first = min(self._offered, key=lambda key: self._offered[key])
+        del self._offered[first]
+        return (first,)
+
+    def _prefill(self, *, decoding: int, saving: int, encoding: int) -> tuple[list[tuple[RowId, Call]], list[Entry]]:
         """The calls of this tick, and who has none left behind them."""
         budget = self._config.busy_prefill_tokens
         if not decoding:
             budget = max(budget, self._config.idle_prefill_tokens)
         budget -= CALL_TOKENS * saving
-        waiting = [e for e in self._entries.values() if e.state is State.PREFILL and not e.paused]
+        waiting = [e for e in self._entries.values() if e.state is State.PREFILL and e.may_call]
+        if encoding and decoding:
+            waiting = [e for e in waiting if not e.calls]  # the rows that decode wait for the image as it is
         waiting.sort(key=lambda e: e.rank)
         # Decode slots go by rank, so that nobody who is ready is passed by.
         slots = self._config.max_rows - decoding
@@ -352,7 +439,7 @@ class Scheduler:
         calls: list[tuple[RowId, Call]] = []
         finished: list[Entry] = []
         for entry in waiting:
-            while entry.calls:
+            while entry.calls and entry.may_call:
                 tokens = entry.calls[0].end - entry.calls[0].start
                 cost = tokens + CALL_TOKENS * bool(calls)
                 if calls and cost > budget:
@@ -365,7 +452,7 @@ class Scheduler:
                 entry.left -= tokens
                 call = entry.calls.popleft()
                 calls.append((entry.row, call))
-                if call.stop or call.end % BLOCK_TOKENS == 0:
+                if call.stop or call.passed or call.end % BLOCK_TOKENS == 0:
                     break  # state is taken there, and a row's next call must not run before that
             if not entry.calls and (entry.row in may_end or not entry.demand.samples):
                 finished.append(entry)
@@ -402,7 +489,7 @@ class Scheduler:
             raise IllegalTransition(f"row {row}: {entry.state.value} -> {state.value}")
         if entry.state is State.QUEUED:
             self._queue.remove(entry)
-        entry.state, entry.paused = state, False
+        entry.state, entry.paused, entry.stop_at = state, False, None
         if state is State.DONE:
             del self._entries[row]
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.checkpoints import Take, take_at
+from kvcache.media import image_positions
 from kvcache.receipt import MissReason, Usage, lost_to_grid
 from kvcache.records import FetchResult, Tier
 from kvcache.restore import disk_tokens
-from kvcache.schedule import Call, plan_calls
+from kvcache.schedule import Call, plan_calls, whole_spans
 from service.events import FinishReason, Timing
 from service.plan import Picked, Restored, RowId
 from service.recorder import Recorder
@@ -50,7 +51,8 @@ class Sequence:
         self._share_decoded = cache.share_decoded
         self._policy = cache.checkpoints.policy
         self._layout = cache.layout
-        self.recorder = Recorder(cache, work.owner, self.tokens)
+        self._whole = whole_spans(work.tokens, cache.layout)
+        self.recorder = Recorder(cache, work.owner, self.tokens, work.base)
         self.position = 0  # tokens whose state the engine holds
         self.computed = 0  # tokens of the prompt that went through the model
         self.completion = 0
@@ -143,14 +145,16 @@ class Sequence:
         if self.rehomes:
             assert self.work.base is not None
             stops.add(self.work.base.end)
-        return plan_calls(self.position, self.prompt_tokens, stops, lookup.replay)
+        return plan_calls(self.position, self.prompt_tokens, stops, lookup.replay, self._whole)
 
     def rebuilt_from(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The calls that lead back to where the lost state stood; the receipt and the tree know nothing of them."""
         self._take_over(lookup, read)
         # The prompt is cut where it was cut before; for what was generated any cut is as good as another.
         cuts = {*self.work.keep, self.prompt_tokens, *lookup.replay}
-        return plan_calls(lookup.position, self.position, (), cuts) if lookup.position < self.position else []
+        if lookup.position == self.position:
+            return []
+        return plan_calls(lookup.position, self.position, (), cuts, self._whole)
 
     def _take_over(self, lookup: Lookup, read: FetchResult | None) -> None:
         """What was read goes to the engine with the row's next order."""
@@ -209,6 +213,7 @@ class Sequence:
             cached_tokens=lookup.position,
             recomputed_tokens=recomputed,
             new_tokens=done - known,
+            image_tokens=image_positions(self.tokens[:done]),
             completion_tokens=self.completion,
             memory_tokens=lookup.position - self._disk_tokens,
             disk_tokens=self._disk_tokens,

@@ -6,6 +6,8 @@ late for the old one finds no rows there.
 
     settle what is parked ─► plan ─► begin restores ─► orders ─► engine ─► results: captures, picks, ends, rebuilds
 
+What images need beside that is `sight`'s.
+
 A row that fails ends alone. What the engine itself raises is the loop's.
 """
 
@@ -18,6 +20,7 @@ from kvcache.cache import PrefixCache
 from kvcache.checkpoints import Take
 from service.ends import Ends
 from service.errors import ActiveMemory, CallError, DeadlineUnmet, QueueFull, RowFailed
+from service.events import Forecast, RowView
 from service.footprint import Footprint
 from service.keeping import Keeping
 from service.loan import Loan
@@ -28,6 +31,7 @@ from service.plan import Picked, Prefill, RowId, StepPlan, StepResult
 from service.rows import Rows
 from service.scheduler import Demand, NeverFits, QueueIsFull, Scheduler, State, Tick
 from service.sequence import Sequence
+from service.sight import Sight
 from service.totals import Totals
 from service.work import Failed, Prefilled, Work, WorkEvent
 
@@ -64,11 +68,12 @@ class Steps:
         self._totals = totals
         self._clock = clock
         self._loan = Loan(cache.store)
-        self.parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes)
-        self.rows = Rows(scheduler, self.parking, self._loan, totals)
-        self._keeping = Keeping(cache, scheduler, self.parking, self.rows, post, clock, snapshot_wait)
+        self.parking = Parking(cache, PARKED_QUEUES * cache.store.queue_bytes, scheduler.max_rows)
+        self._sight = Sight(cache, scheduler, totals, post, lambda row, error: self.rows.fail(row, error))
+        self.rows = Rows(scheduler, self.parking, self._loan, totals, self._sight)
+        self._keeping = Keeping(cache, scheduler, self.parking, self.rows, totals, post, clock, snapshot_wait)
         self._ends = Ends(scheduler, self.parking, self.rows, self._keeping, clock)
-        self._opening = Opening(cache, scheduler, self.rows, totals, post, clock)
+        self._opening = Opening(cache, scheduler, self.rows, totals, self._sight, post, clock)
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -112,6 +117,27 @@ class Steps:
         """Stops a work (`clean`) or gives it up; `save` keeps the work done under a last NodeAt."""
         self.rows.guard(row, lambda: self._ends.asked(row, clean=clean, save=save))
 
+    def views(self, owner: str) -> list[RowView]:
+        """The owner's sequences, oldest first, at some recent moment. On any thread."""
+        now = self._clock()
+        return [
+            RowView(
+                row=seq.row,
+                phase=phase_of(self._scheduler.state(seq.row)),
+                prompt_tokens=seq.prompt_tokens,
+                done_tokens=min(seq.position, seq.prompt_tokens),
+                completion_tokens=seq.completion,
+                age=now - seq.arrived,
+                priority=seq.work.priority,
+            )
+            for seq in self.rows
+            if seq.work.owner == owner
+        ]
+
+    def foresee(self, demand: Demand, count: int) -> Forecast:
+        """What so many sequences would meet if they came at about this moment. On any thread."""
+        return self._scheduler.foresee(demand, count, self._clock())
+
     def start_restores(self) -> None:
         """Orders the reads that are wanted by now."""
         self._opening.start()
@@ -143,7 +169,7 @@ class Steps:
         for row in tick.admit:
             self.rows.guard(row, self._opening.begin, row)
         self._opening.start()
-        ordered = orders(tick, self.rows, self._opening.take_opened())
+        ordered = orders(tick, self.rows, self._opening.take_opened(), self._sight)
         if not ordered.plan:
             return
         result = self._step(ordered.plan)
@@ -153,7 +179,11 @@ class Steps:
     def _apply(self, tick: Tick, ordered: Orders, result: StepResult) -> None:
         now = self._clock()
         rows, plan = self.rows, ordered.plan
-        self._totals.prefilled(result.prefill_tokens, result.prefill_seconds)
+        self._totals.stepped(plan, result)
+        for row in self._sight.waiting_for(result.encoded):
+            if row in rows:
+                rows[row].prefill_seconds += result.encode_seconds
+        self._sight.encodings(result)
         for row, failure in result.failed.items():
             if row in rows:
                 rows.fail(row, failure, closed=True)
@@ -161,7 +191,7 @@ class Steps:
             seq = rows.get(order.row)
             if seq is not None and not seq.rebuilding:
                 seq.prefill_seconds += result.prefill_seconds  # what the row waited for, neighbours included
-                rows.guard(order.row, self._prefilled, seq, order, ordered.takes.get(order.row), result)
+                rows.guard(order.row, self._prefilled, seq, order, ordered, result)
         for row in tick.finish_prefill:
             seq = rows.get(row)
             if seq is not None:
@@ -189,14 +219,18 @@ class Steps:
         self._opening.start()  # for those
         self._ends.check_time_limits(now)
 
-    def _prefilled(self, seq: Sequence, order: Prefill, take: Take | None, result: StepResult) -> None:
+    def _prefilled(self, seq: Sequence, order: Prefill, ordered: Orders, result: StepResult) -> None:
         saving = self._scheduler.state(seq.row) is State.SAVING
         seq.position += len(order.tokens)
+        self._sight.passed(seq.row, seq.position)
         if not saving:
             seq.computed += len(order.tokens)
+        if order.passed:
+            passed = zip(order.passed, ordered.passed[seq.row], result.passed[seq.row], strict=True)
+            for capture, take, payloads in passed:
+                self._keeping.commit(seq, capture.end, payloads, take)
         if order.capture is not None:
-            assert take is not None
-            self._keep(seq, take, result, final=saving)
+            self._keep(seq, ordered.takes[seq.row], result, final=saving)
         if seq.work.progress and not saving:
             seq.emit(Prefilled(seq.position))
 
@@ -210,6 +244,11 @@ class Steps:
         if piece.finish is not None:
             seq.stop, seq.stop_token_id = piece.stop, piece.stop_token_id
             self._ends.finish(seq, piece.finish, save=generation.save, flush=False)
+
+
+def phase_of(state: State) -> str:
+    """Where callers see a sequence; one that is through and about to go still has something to keep."""
+    return str((State.SAVING if state is State.DONE else state).value)
 
 
 def _demand(work: Work) -> Demand:

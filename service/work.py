@@ -6,12 +6,13 @@ engine thread hands out nodes, and `service.core` names them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.receipt import MissReason, Usage
 from kvcache.tree import Node
 from service.events import FinishReason, TextChannel, Timing
+from service.media import Prepared
 from service.plan import Picked, TokenMask
 from service.request import Sampling, Stopping
 from service.text.stream import TextStream
@@ -31,6 +32,19 @@ class Generation:
     mark_reasoning: bool = False  # hand out the node at the reasoning's end
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkImage:
+    """An image in a work's tokens, from `start` on. `layout` has no inputs.
+
+    `load` makes them and tells them, or why it cannot, to whom it is given: at once or later, on any thread. It never
+    waits.
+    """
+
+    start: int
+    layout: Prepared
+    load: Callable[[Callable[[Prepared | Exception], None]], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Prefill `tokens`, hand out nodes at `keep`, then perhaps generate."""
@@ -40,6 +54,7 @@ class Work:
     base: Node | None  # explicit parent: a prefix of `tokens`; held by the submitter until the work has ended
     keep: frozenset[int]  # positions in (0, len(tokens)]
     generation: Generation | None
+    images: tuple[WorkImage, ...] = ()  # all that `tokens` hold, in order
     known_tokens: int = 0  # of `tokens`: computed once before, as the submitter knows; more than `base` may tell
     known_reason: MissReason = MissReason.NONE  # why no state stands at `known_tokens`, beyond the grid
     max_recompute_tokens: int | None = None

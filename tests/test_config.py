@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.checkpoints import CheckpointPolicy
 from service import config as settings
 from service.config import GIB, MIB, Config, ConfigError, add_arguments, parse_seconds, parse_size, split_address
 
@@ -64,7 +65,25 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
     texts = {
         "address": "[::1]:7",
         "unix_socket": "/run/k.sock",
+        "tls_cert": "/etc/k/cert.pem",
+        "tls_key": "/etc/k/key.pem",
+        "tls_client_ca": "/etc/k/ca.pem",
+        "tokens": "/etc/k/tokens",
+        "token_command": "",
+        "token_refresh": "19s",
+        "admins": "ops, spiffe://here/admin",
+        "reflection": "0",
+        "max_connections": "20",
+        "max_owner_calls": "21",
+        "max_owner_running": "22",
+        "request_seconds": "23s",
+        "share_prefixes": "on",
         "model": "gemma3",
+        "max_images": "24",
+        "max_image_bytes": "25MiB",
+        "max_image_pixels": "2097152",
+        "image_bytes": "26MiB",
+        "max_watches": "27",
         "max_batch": "3",
         "max_queue": "4",
         "max_request_bytes": "5MiB",
@@ -91,6 +110,8 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "write_stall_seconds": "16s",
         "watchdog_seconds": "17s",
         "engine_restarts": "18",
+        "metrics": ":9464",
+        "traces": "OTLP",
         "log_level": "debug",
         "log_format": "json",
     }
@@ -101,7 +122,24 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
     assert by_variable == Config(
         address="[::1]:7",
         unix_socket=Path("/run/k.sock"),
+        tls_cert=Path("/etc/k/cert.pem"),
+        tls_key=Path("/etc/k/key.pem"),
+        tls_client_ca=Path("/etc/k/ca.pem"),
+        tokens=Path("/etc/k/tokens"),
+        token_refresh=19.0,
+        admins=("ops", "spiffe://here/admin"),
+        reflection=False,
+        max_connections=20,
+        max_owner_calls=21,
+        max_owner_running=22,
+        request_seconds=23.0,
+        share_prefixes=True,
         model="gemma3",
+        max_images=24,
+        max_image_bytes=25 * MIB,
+        max_image_pixels=2097152,
+        image_bytes=26 * MIB,
+        max_watches=27,
         max_batch=3,
         max_queue=4,
         max_request_bytes=5 * MIB,
@@ -117,7 +155,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         scratch_dir=Path("/var/tmp/k"),
         store_dir=Path("/var/lib/k"),
         key_file=Path("/etc/k.key"),
-        checkpoints="marks",
+        checkpoints=CheckpointPolicy.MARKS,
         state_spacing=2,
         daily_write_bytes=17 * MIB,
         snapshot_wait=18.0,
@@ -127,9 +165,30 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         write_stall_seconds=16.0,
         watchdog_seconds=17.0,
         engine_restarts=18,
+        metrics=":9464",
+        traces="otlp",
         log_level="debug",
         log_format="json",
     )
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        (":9464", ("127.0.0.1", 9464)),
+        ("localhost:0", ("127.0.0.1", 0)),
+        ("[::1]:9464", ("::1", 9464)),
+        ("0.0.0.0:9464", ("0.0.0.0", 9464)),
+    ],
+)
+def test_metrics_are_on_loopback_unless_a_host_is_named(address: str, parts: tuple[str, int]):
+    assert settings.split_metrics_address(address) == parts
+
+
+@pytest.mark.parametrize("address", ["9464", "example.org:9464", ":port", ":70000", "[::1]"])
+def test_a_metrics_address_that_is_none_is_refused(address: str):
+    with pytest.raises(ConfigError, match="metrics: "):
+        configured("--metrics", address)
 
 
 def test_a_bare_switch_switches_on():
@@ -181,15 +240,61 @@ def test_loopback_addresses(address, split):
     assert configured("--address", address).address == address
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["0.0.0.0:50051", "[::]:50051", "192.168.1.5:50051", "10.0.0.1:1", "example.org:50051", "[fe80::1]:1", ":50051"],
-)
-def test_an_address_that_others_can_reach_is_refused(address):
+REACHABLE = ["0.0.0.0:50051", "[::]:50051", "192.168.1.5:50051", "10.0.0.1:1", "[fe80::1]:1"]
+TLS = {"tls_cert": Path("c"), "tls_key": Path("k")}
+
+
+@pytest.mark.parametrize("address", [*REACHABLE, "example.org:50051", ":50051"])
+def test_an_address_that_others_can_reach_is_refused_in_the_clear(address):
     with pytest.raises(ConfigError, match=r"^address: .*loopback"):
         configured("--address", address)
     with pytest.raises(ConfigError, match="loopback"):
-        Config(address=address)  # there is no way around it in code either
+        Config(address=address, tokens=Path("t"))  # there is no way around it in code either, nor with tokens alone
+
+
+@pytest.mark.parametrize("address", REACHABLE)
+def test_an_address_that_others_can_reach_takes_tls_and_callers_who_say_who_they_are(address):
+    with pytest.raises(ConfigError, match=r"^address: .*whoever reaches it"):
+        Config(address=address, **TLS)
+    for shown in ({"tokens": Path("t")}, {"token_command": "cat t"}, {"tls_client_ca": Path("a")}):
+        assert Config(address=address, **TLS, **shown).authenticates
+    with pytest.raises(ConfigError, match="must be a loopback address, localhost or another IP address"):
+        Config(address="example.org:50051", **TLS, tokens=Path("t"))  # a name may come to mean another interface
+
+
+def test_reflection_is_on_where_only_this_machine_can_ask():
+    assert Config().reflects and Config(address="", unix_socket=Path("s")).reflects
+    wide = Config(address="0.0.0.0:1", **TLS, tokens=Path("t"))
+    assert not wide.reflects
+    assert Config(address="0.0.0.0:1", **TLS, tokens=Path("t"), reflection=True).reflects
+    assert not Config(reflection=False).reflects
+
+
+def test_an_owner_leaves_room_for_others_where_there_are_others():
+    assert Config(max_batch=8).owner_running == 0
+    assert Config(max_batch=8, tokens=Path("t")).owner_running == 6
+    assert Config(max_batch=1, tokens=Path("t")).owner_running == 1
+    assert Config(max_batch=8, tokens=Path("t"), max_owner_running=0).owner_running == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tls_cert": Path("c")}, "tls_cert: .*go together"),
+        ({"tls_key": Path("k")}, "tls_cert: .*go together"),
+        ({"tls_client_ca": Path("a")}, "tls_client_ca: is of no use"),
+        ({**TLS, "address": "", "unix_socket": Path("s")}, "tls_cert: is of no use"),
+        ({"tokens": Path("t"), "token_command": "cat t"}, "tokens: give either"),
+        ({"admins": ("ops",)}, "admins: without authentication"),
+        ({"share_prefixes": True}, "share_prefixes: without authentication"),
+        ({**TLS, "tls_client_ca": Path("a"), "unix_socket": Path("s")}, "unix_socket: .*no certificate"),
+        ({"max_connections": 0}, "max_connections: must be at least 1"),
+        ({"request_seconds": 0.0}, "request_seconds: must be above 0"),
+    ],
+)
+def test_access_settings_that_contradict_each_other_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        Config(**settings)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +333,7 @@ def test_a_unix_socket_alone():
         {"state_spacing": 1},
         {"daily_write_bytes": -1},
         {"snapshot_wait": -1.0},
-        {"checkpoints": "off", "store_dir": Path("s")},
+        {"checkpoints": CheckpointPolicy.OFF, "store_dir": Path("s")},
         {"default_ttl": 0.0},
         {"default_ttl": 100.0, "max_ttl": 99.0},
         {"model": ""},
@@ -265,5 +370,5 @@ def test_help_tells_every_flag_variable_and_default(capsys):
 
 
 def test_where_nothing_is_written_the_disk_has_no_room():
-    assert Config(checkpoints="off", disk_bytes=GIB).disk_budget == 0
-    assert Config(checkpoints="marks", disk_bytes=GIB).disk_budget == GIB
+    assert Config(checkpoints=CheckpointPolicy.OFF, disk_bytes=GIB).disk_budget == 0
+    assert Config(checkpoints=CheckpointPolicy.MARKS, disk_bytes=GIB).disk_budget == GIB

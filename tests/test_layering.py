@@ -72,7 +72,9 @@ NEVER: dict[str, tuple[str, ...]] = {
 ONLY: dict[str, tuple[str, ...]] = {
     "service.rpc": (
         *WIRE,
+        "cryptography",
         "service.rpc",
+        "service.auth",
         "service.config",
         "service.core_api",
         "service.errors",
@@ -84,7 +86,9 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.request": (),
     "service.errors": (),
     "service.events": ("kvcache.receipt",),
-    "service.config": (),
+    "service.config": ("kvcache.checkpoints", "service.auth.callers", "service.config_file"),
+    "service.config_file": (),
+    "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
 }
 
@@ -95,9 +99,11 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "grpc": ("service.rpc", "kvfork_client"),
     "llguidance": ("service.text.constraint",),
     "kvfork": ("service.rpc", "kvfork_client"),
+    "prometheus_client": ("service.metrics.collector",),
+    "opentelemetry": ("service.tracing",),
     "service.app": ("service.cli",),
     "service.cli": ("service.cli", "service.__main__"),
-    "service.rpc": ("service.rpc", "service.app"),
+    "service.rpc": ("service.rpc", "service.app", "service.cli.serve"),
     "kvcache.mlx_arrays": ("service.engine", "service.app"),
 }
 
@@ -157,12 +163,20 @@ def within(name: str, prefixes: Iterable[str]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under `if TYPE_CHECKING`, which import nothing."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield from _running(node)
+
+
 def imports_of(module: str) -> set[str]:
     """Full names of what `module` imports: modules, and members that are modules themselves."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _running(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

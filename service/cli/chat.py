@@ -12,7 +12,7 @@ from service.cli.conversation import Conversation, NothingSaid
 from service.cli.interrupt import stop_on_interrupt
 
 if TYPE_CHECKING:
-    from kvfork_client import Generation
+    from kvfork_client import Generation, Image
 
 EPILOG = """\
 in the chat:
@@ -20,6 +20,7 @@ in the chat:
   /use K       go to branch K
   /back        roll back to before the last turn
   /snapshots   the states this chat keeps
+  /image FILE  put a picture before what you say next
   /receipt     what the last answer cost
   /quit        leave (or Ctrl-D); the chat's snapshots are released, unless --keep
 
@@ -37,6 +38,7 @@ HELP = EPILOG.partition("\n\n")[0].partition("\n")[2]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parent", metavar="NAME", help="go on from this snapshot")
     parser.add_argument("--keep", action="store_true", help="leave the chat's snapshots on the server at the end")
+    flags.image_flag(parser)
     flags.form_flags(parser)
     flags.keep_flags(parser)
 
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             stopping=flags.stopping(args),
             save=flags.save_options(args),
         )
-        loop = _Loop(conversation, as_json=args.json)
+        loop = _Loop(conversation, flags.images(args), as_json=args.json)
         if not args.json and sys.stdin.isatty():
             print(f"{client.model(args.model).name.removeprefix('models/')} at {args.address}; /help for commands")
         try:
@@ -80,8 +82,9 @@ def _leave(conversation: Conversation, *, keep: bool, as_json: bool) -> None:
 
 
 class _Loop:
-    def __init__(self, conversation: Conversation, *, as_json: bool) -> None:
+    def __init__(self, conversation: Conversation, images: list[Image], *, as_json: bool) -> None:
         self._conversation = conversation
+        self._images = images  # before what is said next
         self._json = as_json
         self._interactive = sys.stdin.isatty() and not as_json
         self._last: Generation | None = None
@@ -126,7 +129,8 @@ class _Loop:
     def _turn(self, text: str) -> None:
         from kvfork_client import Delta, FinishReason
 
-        reply = self._conversation.say(text)
+        reply = self._conversation.say(text, self._images)
+        self._images = []
         self._last = reply.generation
         with reply.generation, stop_on_interrupt(reply.generation):
             for event in reply.events:
@@ -168,6 +172,8 @@ class _Loop:
                 self._use(rest.strip())
             case "/snapshots":
                 self._snapshots()
+            case "/image":
+                self._image(rest.strip())
             case "/receipt":
                 self._receipt()
             case _:
@@ -227,6 +233,14 @@ class _Loop:
         print(output.snapshot_table(snapshot.info for snapshot in made) if made else "no snapshots yet")
         if here is not None:
             print(f"here: {here.name}")
+
+    def _image(self, path: str) -> None:
+        from kvfork_client import Image
+
+        try:
+            self._images.append(Image.file(path))
+        except OSError as error:
+            self._say(f"{path}: {error.strerror}", event="error")
 
     def _receipt(self) -> None:
         finished = self._last.finished if self._last else None

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from service.cli.opening import admitted, closing, first_taken
 
 if TYPE_CHECKING:
-    from kvfork_client import Client, Generation, InputLike, Sampling, SaveOptions, Snapshot, Stopping
+    from kvfork_client import Client, Generation, Image, InputLike, Sampling, SaveOptions, Snapshot, Stopping
     from kvfork_client.blocking import Event
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was said, and the state after it. `clean`: the state continues that of the turn before as it stood."""
+    """What was said, and the state after it. `clean`: the state continues that of the turn before as it stood.
+
+    `images` came before the user's text.
+    """
 
     user: str
     answer: str
     after: Snapshot
     clean: bool = True
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class Reply:
     generation: Generation
     events: Iterator[Event]
     clean: bool
+    images: tuple[Image, ...] = ()
 
 
 class NothingSaid(Exception):
@@ -90,10 +95,10 @@ class Conversation:
         """Snapshots of this chat that were not given up, oldest first."""
         return list(self._made.values())
 
-    def say(self, text: str) -> Reply:
-        """Starts the answer to `text`; returns once the server has admitted it. Raises KVForkError."""
+    def say(self, text: str, images: Sequence[Image] = ()) -> Reply:
+        """Starts the answer to `text` behind `images`; returns once the server has admitted it. Raises KVForkError."""
         here = self.branch.here or self._root
-        attempts = self._attempts(text)
+        attempts = self._attempts(text, images)
 
         def start(parent: Snapshot | None, given: InputLike) -> tuple[Generation, Iterator[Event]]:
             return admitted(
@@ -108,14 +113,14 @@ class Conversation:
             )
 
         index, (generation, events) = first_taken([functools.partial(start, *attempt) for attempt in attempts])
-        return Reply(text, generation, events, clean=attempts[index][0] == here)
+        return Reply(text, generation, events, clean=attempts[index][0] == here, images=tuple(images))
 
     def finish(self, reply: Reply) -> Turn | None:
         """Keeps the turn. None if its state could not be kept: the conversation then stays where it was."""
         finished = reply.generation.finished
         if finished is None or finished.snapshot is None:
             return None
-        turn = Turn(reply.user, reply.generation.text, self._keep(finished.snapshot), reply.clean)
+        turn = Turn(reply.user, reply.generation.text, self._keep(finished.snapshot), reply.clean, reply.images)
         self.branch.turns.append(turn)
         return turn
 
@@ -173,18 +178,18 @@ class Conversation:
             _, snapshot = self._made.popitem()
             snapshot.release(stop_active=True)
 
-    def _attempts(self, text: str) -> list[tuple[Snapshot | None, InputLike]]:
+    def _attempts(self, text: str, images: Sequence[Image]) -> list[tuple[Snapshot | None, InputLike]]:
         """What to append to what: the cheapest that a server may take first."""
         from kvfork_client import Message
         from kvfork_client import raw as raw_input
 
         here = self.branch.here
         if self._raw:
-            return [(here or self._root, raw_input(text))]
-        new = Message.user(text)
+            return [(here or self._root, raw_input(*images, text))]
+        new = Message.user(*images, text)
         whole = [Message.system(self._system)] if self._system else []
         for turn in self.branch.turns:
-            whole += [Message.user(turn.user), Message.assistant(turn.answer)]
+            whole += [Message.user(*turn.images, turn.user), Message.assistant(turn.answer)]
         from_start: tuple[Snapshot | None, InputLike] = (self._root, [*whole, new])
         if here is None:
             return [from_start]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfork_client import Client, Constraint, InputLike, Sampling, SaveOptions, Stopping
+    from kvfork_client import Client, Constraint, Image, InputLike, Sampling, SaveOptions, Stopping
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"  # where `kvfork serve` listens
 
@@ -29,6 +29,16 @@ def connection_flags(environ: Mapping[str, str] = os.environ) -> argparse.Argume
         metavar="HOST:PORT",
         help="or unix:/path/to/socket (default: $KVFORK_ADDRESS, now %(default)s)",
     )
+    for flag, metavar, text in (
+        ("--token-file", "FILE", "a file with the token that says who calls"),
+        ("--tls-ca", "FILE", "speak TLS and trust the certificates from this file (PEM)"),
+        ("--client-cert", "FILE", "a certificate that says who calls (PEM)"),
+        ("--client-key", "FILE", "its private key (PEM)"),
+    ):
+        variable = "KVFORK_" + flag.removeprefix("--").replace("-", "_").upper()
+        found = environ.get(variable) or None
+        group.add_argument(flag, type=Path, default=found and Path(found), metavar=metavar, help=f"{text} [{variable}]")
+    group.add_argument("--tls", action="store_true", help="speak TLS and trust the system's authorities")
     group.add_argument("--timeout", type=positive_seconds, metavar="S", help="give up after this many seconds")
     group.add_argument("--json", action="store_true", help="print one JSON object per line")
     return flags
@@ -66,6 +76,27 @@ def form_flags(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="text is a user turn, put into the model's template (default)"
     )
     form.add_argument("--raw", action="store_true", help="text goes to the model as it is; for models without template")
+
+
+def image_flag(parser: argparse.ArgumentParser) -> None:
+    """Pictures before the text."""
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="PNG, JPEG or WebP, put before the text; repeatable",
+    )
+
+
+def images(args: argparse.Namespace) -> list[Image]:
+    """Raises UsageError for a file that cannot be read."""
+    from kvfork_client import Image
+
+    try:
+        return [Image.file(path) for path in args.image]
+    except OSError as error:
+        raise UsageError(f"--image: {error}") from None
 
 
 def keep_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,13 +143,26 @@ def full_name(text: str) -> str:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """Raises UsageError for an address that is none."""
-    from kvfork_client import Client
+    """Raises UsageError for an address that is none, and for files that cannot be read."""
+    from kvfork_client import Client, Tls
 
+    secure = args.tls or args.tls_ca is not None or args.client_cert is not None
+    tls = Tls(ca=args.tls_ca, certificate=args.client_cert, key=args.client_key) if secure else None
+    if (args.client_cert is None) != (args.client_key is None):
+        raise UsageError("--client-cert and --client-key go together")
     try:
-        return Client(args.address, timeout=args.timeout)
-    except ValueError as error:
+        return Client(args.address, token=_token(args.token_file), tls=tls, timeout=args.timeout)
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    token = path.expanduser().read_text(encoding="utf-8").strip()
+    if not token or len(token.split()) != 1:
+        raise UsageError(f"--token-file: {path} must hold one token and nothing else")
+    return token
 
 
 def sampling(args: argparse.Namespace) -> Sampling:
@@ -162,16 +206,20 @@ def save_options(args: argparse.Namespace, snapshot_id: str = "") -> SaveOptions
     )
 
 
-def as_turn(text: str, *, raw: bool, system: str | None = None) -> InputLike:
-    """Text in the form asked for. Raises UsageError for instructions without a template to put them into."""
+def as_turn(text: str, *, raw: bool, system: str | None = None, images: Sequence[Image] = ()) -> InputLike:
+    """Text in the form asked for, `images` before it.
+
+    Raises UsageError for instructions without a template to put them into.
+    """
     from kvfork_client import Message
     from kvfork_client import raw as raw_input
 
     if raw:
         if system:
             raise UsageError("--system needs a chat template: leave out --raw, or write the instructions into the text")
-        return raw_input(text)
-    return [Message.system(system), Message.user(text)] if system else [Message.user(text)]
+        return raw_input(*images, text)
+    turn = Message.user(*images, text)
+    return [Message.system(system), turn] if system else [turn]
 
 
 def read_stdin() -> str:

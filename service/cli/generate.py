@@ -28,6 +28,7 @@ examples:
   kvfork generate --parent plan-0001 --seed 7                another try from the same place
   kvfork generate --raw "Once upon a time" --temperature 0   no chat template
   kvfork generate "Is water wet?" --choice yes --choice no   one of these texts
+  kvfork generate "How many boats?" --image harbour.jpg      a picture before the text
   kvfork generate "Describe Ada." --json-schema ada.json     JSON of that schema
 
 --save and --mark-prompt-end take a name of your choice or none, so put them behind the prompt.
@@ -40,6 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parent", metavar="NAME", help="go on from this snapshot; needs no prompt then")
     flags.form_flags(parser)
     flags.constraint_flags(parser)
+    flags.image_flag(parser)
     keep = parser.add_argument_group("keeping state")
     keep.add_argument("--save", nargs="?", const="", metavar="ID", help="keep the final state as a snapshot")
     keep.add_argument(
@@ -71,7 +73,10 @@ def _start(client: Client, args: argparse.Namespace) -> tuple[Generation, Iterat
     marks = []
     if args.mark_prompt_end is not None:
         marks.append(Mark.prompt_end(flags.save_options(args, args.mark_prompt_end)))
-    given = None if text is None else flags.as_turn(text, raw=args.raw, system=args.system)
+    images = flags.images(args)
+    if images and text is None:
+        text = ""
+    given = None if text is None else flags.as_turn(text, raw=args.raw, system=args.system, images=images)
 
     def start(append: InputLike | None) -> Generation:
         return client.generate(

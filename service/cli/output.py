@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfork_client import Delta, KVForkError, SnapshotInfo, Usage
+    from kvfork_client import Changed, Delta, Gone, KVForkError, Snapshot, SnapshotInfo, Synced, Usage
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -93,6 +93,22 @@ def snapshot_row(info: SnapshotInfo, now: dt.datetime) -> tuple[str, ...]:
 def snapshot_table(infos: Iterable[SnapshotInfo]) -> str:
     now = dt.datetime.now(dt.UTC)
     return table(SNAPSHOT_COLUMNS, (snapshot_row(info, now) for info in infos))
+
+
+def watch_line(event: Changed[Snapshot] | Gone | Synced) -> str:
+    """One event of a watch."""
+    from kvfork_client import Changed, Gone
+
+    match event:
+        case Changed(snapshot):
+            info = snapshot.info
+            kept = [word for word, on in (("pinned", info.pinned), ("durable", info.durable)) if on]
+            labels = [f"{key}={value}" for key, value in sorted(info.labels.items())]
+            state = [f"{info.token_count:,} tokens", info.residency.name.lower(), *kept, *labels]
+            return f"+ {info.name}  {' '.join(state)}"
+        case Gone(name, reason):
+            return f"- {name}  {reason.name.lower().replace('_', ' ')}"
+    return "= all of the above was there; what follows is news"
 
 
 def to_json(value: object) -> Json:

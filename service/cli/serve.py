@@ -18,8 +18,10 @@ examples:
   kvfork serve --model ~/models/my-mlx-model --address none --unix-socket ~/.kvfork.sock
   kvfork serve --memory-bytes 2GiB --disk-bytes 20GiB
   kvfork serve --store-dir ~/.kvfork --key-file ~/keys/kvfork    snapshots that outlive the server
+  kvfork serve --address 0.0.0.0:50051 --tls-cert cert.pem --tls-key key.pem --tokens tokens    for a team
 
 Every flag can be set as a variable instead: KVFORK_MODEL=gemma3 kvfork serve
+or in a file: kvfork serve --config kvfork.toml; `kvfork config show --default` prints one to begin from
 """
 
 
@@ -57,10 +59,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     from kvcache.errors import StoreUnusable
+    from service.rpc.access import AccessUnusable
+    from service.tracing import TracesUnavailable
 
     try:
         return app.main(config, folder, _model_id(config.model, folder), _ready)
-    except StoreUnusable as error:
+    except (StoreUnusable, AccessUnusable, app.CannotStart, TracesUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -85,10 +89,26 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **(getattr(record, "fields", None) or _call()),
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry)
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None) or {}
+        told = [f"{name}={value}" for name, value in fields.items() if name not in ("method", "code")]
+        return " ".join([super().format(record), *told])
+
+
+def _call() -> dict[str, object]:
+    """Which call a line was written in, if in one."""
+    from service.facts import known
+
+    call = known().get("call")
+    return {"call": call} if call else {}
 
 
 def _set_up_logging(level: str, form: str) -> None:
@@ -96,5 +116,5 @@ def _set_up_logging(level: str, form: str) -> None:
     if form == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -16,6 +16,7 @@ SNAPSHOTS_EPILOG = """\
 examples:
   kvfork snapshots list --label task=42
   kvfork snapshots get plan-0001
+  kvfork snapshots watch --label task=42               until Ctrl-C
   kvfork snapshots extend plan-0001 plan-0002 --ttl 3600
   kvfork snapshots delete plan-0001 --descendants
 """
@@ -54,6 +55,32 @@ def run_list(args: argparse.Namespace) -> int:
             return 0
         infos = [snapshot.info for snapshot in found]
     print(output.snapshot_table(infos) if infos else "no snapshots")
+    return 0
+
+
+def add_watch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--label", action="append", default=[], type=flags.label, metavar="K=V", help="only with it")
+    parser.add_argument("--resume", default="", metavar="TOKEN", help="go on behind this resume token; see --json")
+
+
+def run_watch(args: argparse.Namespace) -> int:
+    """Prints until Ctrl-C."""
+    from kvfork_client import Changed, Gone
+
+    with flags.connect(args) as client:
+        watch = client.watch(labels=dict(args.label), resume_token=args.resume, timeout=args.timeout)
+        with watch:
+            for event in watch:
+                if args.json:
+                    match event:
+                        case Changed(snapshot):
+                            output.print_json(changed=snapshot, resume_token=watch.resume_token)
+                        case Gone(name, reason):
+                            output.print_json(gone=name, reason=reason, resume_token=watch.resume_token)
+                        case _:
+                            output.print_json(synced=True, resume_token=watch.resume_token)
+                else:
+                    print(output.watch_line(event), flush=True)
     return 0
 
 
@@ -218,8 +245,6 @@ def run_stats(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(server=server, models=models, cache=cache)
         return 0
-    bytes_left, disk_left = f"{output.size(cache.memory_limit_bytes)}", f"{output.size(cache.disk_limit_bytes)}"
-    looked_at = cache.prompt_tokens or 1
     print(
         output.facts(
             [
@@ -238,25 +263,34 @@ def run_stats(args: argparse.Namespace) -> int:
                     f"{cache.memory_snapshots} in memory, {cache.disk_snapshots} on disk, "
                     f"{cache.token_snapshots} as tokens only",
                 ),
-                ("memory", f"{output.size(cache.memory_bytes)} of {bytes_left}"),
-                ("disk", f"{output.size(cache.disk_bytes)} of {disk_left}"),
-                (
-                    "prompt tokens",
-                    f"{cache.prompt_tokens:,}: {cache.cached_tokens:,} restored "
-                    f"({cache.cached_tokens / looked_at:.0%}), {cache.recomputed_tokens:,} recomputed",
-                ),
-                (
-                    "checkpoints",
-                    f"{cache.checkpoints_written:,} written, {cache.checkpoints_read:,} read, "
-                    f"{cache.checkpoints_corrupt:,} corrupt, every {cache.checkpoint_interval} tokens",
-                ),
-                ("evictions", f"{cache.evictions:,}"),
-                ("writing", _writing(cache)),
             ]
+            + ([("counted", f"what is {cache.owner}'s")] if cache.owner else _shared(cache))
             + ([("state", "draining: takes no new work")] if server.draining else [])
         )
     )
     return 0
+
+
+def _shared(cache: CacheStats) -> list[tuple[str, str]]:
+    """What belongs to all owners: told to admins alone."""
+    bytes_left, disk_left = output.size(cache.memory_limit_bytes), output.size(cache.disk_limit_bytes)
+    looked_at = max(1, cache.prompt_tokens)
+    return [
+        ("memory", f"{output.size(cache.memory_bytes)} of {bytes_left}"),
+        ("disk", f"{output.size(cache.disk_bytes)} of {disk_left}"),
+        (
+            "prompt tokens",
+            f"{cache.prompt_tokens:,}: {cache.cached_tokens:,} restored "
+            f"({cache.cached_tokens / looked_at:.0%}), {cache.recomputed_tokens:,} recomputed",
+        ),
+        (
+            "checkpoints",
+            f"{cache.checkpoints_written:,} written, {cache.checkpoints_read:,} read, "
+            f"{cache.checkpoints_corrupt:,} corrupt, every {cache.checkpoint_interval} tokens",
+        ),
+        ("evictions", f"{cache.evictions:,}"),
+        ("writing", _writing(cache)),
+    ]
 
 
 def _writing(cache: CacheStats) -> str:

@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 
-from service.cli import chat, flags, generate, output, snapshots
+from service.cli import chat, flags, generate, health, output, plan, snapshots, top
 
 Run = Callable[[argparse.Namespace], int]
 
 
 def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `chat | generate | snapshots | fork | rollback | stats`; each sets `run` to this module's."""
+    """Adds every command that talks to a server; each sets `run` to this module's."""
     connection, generation = flags.connection_flags(), flags.generation_flags()
     both = [connection, generation]
     chat.add_flags(
@@ -23,12 +23,13 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         _add(subparsers, "generate", "generate text from a prompt or a snapshot", generate.run, generate.EPILOG, both)
     )
     group = _add(
-        subparsers, "snapshots", "list, get, delete and extend snapshots", None, snapshots.SNAPSHOTS_EPILOG, []
+        subparsers, "snapshots", "list, get, watch, delete and extend snapshots", None, snapshots.SNAPSHOTS_EPILOG, []
     )
     verbs = group.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for name, help_text, add_flags, run_verb in (
         ("list", "all snapshots, oldest first", snapshots.add_list_flags, snapshots.run_list),
         ("get", "one snapshot", snapshots.add_get_flags, snapshots.run_get),
+        ("watch", "follow what is made, changed and gone", snapshots.add_watch_flags, snapshots.run_watch),
         ("delete", "drop names; state shared with others stays", snapshots.add_delete_flags, snapshots.run_delete),
         ("extend", "keep snapshots alive", snapshots.add_extend_flags, snapshots.run_extend),
     ):
@@ -48,6 +49,9 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             snapshots.add_rollback_flags,
             snapshots.run_rollback,
         ),
+        ("plan", "what a call would cost, without making it", plan.EPILOG, plan.add_flags, plan.run),
+        ("top", "rows, queue, tiers and the snapshot tree, live", top.EPILOG, top.add_flags, top.run),
+        ("health", "whether a server takes work: exit code 0 or 1", health.EPILOG, health.add_flags, health.run),
         ("stats", "what the server holds and has done", snapshots.STATS_EPILOG, None, snapshots.run_stats),
     ):
         parser = _add(subparsers, name, help_text, run_it, epilog, [connection])

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from kvcache.layout import CacheLayout
 from service.engine import layers
+from service.engine.calls import Calls, Fed
 from service.engine.hold import Held
 from service.plan import Capture, Payloads, RowId
 
@@ -42,7 +43,7 @@ class DecodeBatch(Protocol):
         """Forgets rows and their state."""
         ...
 
-    def step(self, model, tokens: list[int]) -> mx.array:
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
         """Feeds each row one token; next-token logits (rows, vocab)."""
         ...
 
@@ -60,47 +61,66 @@ class DecodeBatch(Protocol):
 
 
 class OneCall:
-    """The rows of one call, in one batched cache, right-aligned. A part of `Groups`, which is the `DecodeBatch`."""
+    """The rows of one call, in one batched cache, right-aligned. A part of `Groups`, which is the `DecodeBatch`.
 
-    def __init__(self, layout: CacheLayout) -> None:
+    `own`: a row that is the only one keeps caches of its own, for models that copy a batched cache of one row.
+    """
+
+    def __init__(self, layout: CacheLayout, *, own: bool = False) -> None:
         self._layout = layout
+        self._keeps_own = own
+        self._own: list | None = None  # the only row's; then there is no batch
         self._batch: list | None = None
         self.rows: list[RowId] = []
 
     def join(self, rows: list[RowId], caches: list[list]) -> None:
-        self._batch = layers.join(self._batch, caches)
+        if self._keeps_own and not self.rows and len(rows) == 1:
+            self._own = caches[0]
+        else:
+            here = [] if self._own is None else [self._own]
+            self._batch, self._own = layers.join(self._batch, [*here, *caches]), None
         self.rows += rows
 
     def extract(self, row: RowId) -> list:
-        return layers.extract(self._batch, self.rows.index(row))
+        if self._own is None:
+            return layers.extract(self._batch, self.rows.index(row))
+        layers.normalise(self._own)
+        mx.eval(layers.live_arrays(self._own))
+        return self._own
 
     def drop(self, rows: list[RowId]) -> None:
         keep = [i for i, row in enumerate(self.rows) if row not in rows]
         if len(keep) == len(self.rows):
             return
+        if self._keeps_own and len(keep) == 1:
+            self._own, self._batch = layers.extract(self._batch, keep[0]), None
+        elif not keep:
+            self._own = self._batch = None
+        else:
+            for cache in self._batch:
+                cache.filter(mx.array(keep))
         self.rows = [self.rows[i] for i in keep]
-        if not keep:
-            self._batch = None
-            return
-        for cache in self._batch:
-            cache.filter(mx.array(keep))
 
-    def step(self, model, tokens: list[int]) -> mx.array:
-        return model(mx.array(tokens, dtype=mx.uint32)[:, None], cache=self._batch)[:, -1, :]
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
+        return calls.decode(fed, self._batch if self._own is None else self._own)
 
     def hold(self) -> Undo:
-        held, batch, rows = Held(self._batch or []), self._batch, list(self.rows)
+        # Copies of the lists: a model may put other objects into one while it is called.
+        held = Held(self._own or self._batch or [])
+        own, batch, rows = self._own, self._batch and list(self._batch), list(self.rows)
 
         def undo() -> None:
             held.put_back()
-            self._batch, self.rows = batch, rows
+            self._own, self._batch, self.rows = own, batch, rows
 
         return undo
 
     def live(self) -> list[mx.array]:
-        return [] if self._batch is None else layers.live_arrays(self._batch)
+        return layers.live_arrays(self._own or self._batch or [])
 
     def capture(self, row: RowId, what: Capture, logits: mx.array | None = None) -> Payloads:
+        if self._own is not None:
+            return layers.capture(self._own, self._layout, what, logits)
         return layers.capture_batched(self._batch, self.rows.index(row), self._layout, what, logits)
 
 
@@ -131,9 +151,8 @@ class OneCallEach:
         for row in rows:
             self._caches.pop(row, None)
 
-    def step(self, model, tokens: list[int]) -> mx.array:
-        fed = zip(tokens, self._caches.values(), strict=True)
-        return mx.concatenate([model(mx.array([[t]], dtype=mx.uint32), cache=c)[:, -1, :] for t, c in fed])
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
+        return mx.concatenate([calls.decode([one], own) for one, own in zip(fed, self._caches.values(), strict=True)])
 
     def hold(self) -> Undo:
         held, rows = Held([cache for caches in self._caches.values() for cache in caches]), dict(self._caches)

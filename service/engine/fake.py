@@ -13,13 +13,19 @@ from dataclasses import dataclass
 
 from kvcache.blocks import token_bytes
 from kvcache.layout import CacheLayout, LayerKind
+from kvcache.media import MediaKey
 from kvcache.records import RecordKind
 from service.errors import CallError
 from service.footprint import Footprint
-from service.plan import Capture, OpenRow, Payloads, Picked, Prefill, Restored, RowId, StepPlan, StepResult
+from service.plan import Capture, Encode, OpenRow, Payloads, Picked, Prefill, Restored, RowId, StepPlan, StepResult
 from service.request import Sampling
 
 START = bytes(32)
+
+
+def features_of(key: MediaKey) -> bytes:
+    """What the tower makes of an image."""
+    return hashlib.sha256(b"features" + key).digest() * 8
 
 
 def after(state: bytes, tokens: Sequence[int]) -> bytes:
@@ -39,6 +45,11 @@ class _Row:
     drawn: int = 0
     lost: bool = False  # its state went with a call that failed
 
+    @property
+    def position(self) -> int:
+        """Tokens that it has been fed."""
+        return len(self.tokens)
+
 
 class FakeEngine:
     """See `service.engine.Engine`. `layout` needs a layer that sees every token: full or state."""
@@ -51,6 +62,9 @@ class FakeEngine:
         self._layout = layout
         self._vocab = vocab_size
         self._rows: dict[RowId, _Row] = {}
+        self._features: dict[MediaKey, bytes] = {}
+        self.encoded: list[MediaKey] = []  # by the tower, in order
+        self.blind: set[MediaKey] = set()  # images at which the tower fails
 
     @property
     def rows(self) -> frozenset[RowId]:
@@ -63,6 +77,11 @@ class FakeEngine:
             known = self._rows.get(order.row)
             assert known is None or known.lost, f"row {order.row} was opened twice"
             self._guard(order.row, result, lambda order=order: self._open(order))
+        for given in plan.give:
+            assert bytes(given.payload) == features_of(given.key), "the features of another image"
+            self._features[given.key] = bytes(given.payload)
+        for order in plan.encode:
+            self._encode(order, result)
         for call in plan.prefill:
             assert call.row in self._rows or call.row in result.failed, f"row {call.row} is not open"
             self._guard(call.row, result, lambda call=call: self._prefill(call, result))
@@ -73,7 +92,9 @@ class FakeEngine:
                 self._guard(row, result, lambda row=row: self._decode(row, plan.decode.captures.get(row), result))
         for row in {*plan.close, *result.failed}:
             self._rows.pop(row, None)
-        for done in (result.picked, result.captured):
+        needed = {image.key for row in self._rows.values() for image in row.order.images if image.end > row.position}
+        self._features = {key: made for key, made in self._features.items() if key in needed}
+        for done in (result.picked, result.captured, result.passed):
             for row in result.failed:
                 done.pop(row, None)
         return result
@@ -108,9 +129,31 @@ class FakeEngine:
         if order.restored is not None:
             self._restore(row, order.restored)
 
+    def _encode(self, order: Encode, result: StepResult) -> None:
+        assert order.image.inputs is not None, "the tower needs an image's inputs"
+        if order.key in self.blind:
+            result.unencoded[order.key] = error = ValueError("the tower fails")
+            needs = [name for name, row in self._rows.items() if any(i.key == order.key for i in row.order.images)]
+            result.failed.update(dict.fromkeys(needs, error))
+            return
+        self.encoded.append(order.key)
+        self._features[order.key] = result.encoded[order.key] = features_of(order.key)
+
     def _prefill(self, call: Prefill, result: StepResult) -> None:
         row = self._rows[call.row]
-        self._feed(row, call.tokens)
+        for image in row.order.images:
+            touched = image.start < row.position + len(call.tokens) and image.end > row.position
+            assert not touched or image.key in self._features, f"row {call.row} is fed an image that nobody has seen"
+        left = list(call.tokens)
+        passed: list[Payloads] = []
+        for what in call.passed:
+            count = what.end - len(row.tokens)
+            self._feed(row, left[:count])
+            left = left[count:]
+            passed.append(self._captured(row, what))
+        if passed:
+            result.passed[call.row] = tuple(passed)
+        self._feed(row, left)
         result.prefill_tokens += len(call.tokens)
         row.logits = row.state if call.logits else None
         if call.capture is not None:

@@ -22,9 +22,15 @@ SAME_AS = {
     f"{_CACHES}.ArraysCache": "ArraysCache",
     "mlx_vlm.models.hy_v4.cache.HyV4KVCache": "KVCache",  # grows by doubling; the fields and their meaning are the same
 }
-"""Qualified name: the class of mlx-lm whose fields it has and whose policy it gets. Rows decode in one call each."""
+"""Qualified name: the class of mlx-lm whose fields it has and whose policy it gets."""
 
-ONE_BY_ONE = "mlx-vlm's batched forms are not joined here"
+JOINED = {f"{_CACHES}.{name}" for name in ("KVCache", "RotatingKVCache", "ArraysCache")}
+"""Those whose batched form is a copy as well, so that rows share a call; rows of the others decode in one call each."""
+
+BATCHED = {f"{_CACHES}.BatchKVCache": "KVCache", f"{_CACHES}.BatchRotatingKVCache": "RotatingKVCache"}
+"""Batched forms: the class whose policy reads a row out of them."""
+
+ONE_BY_ONE = "mlx-vlm's batched form of it is not joined here"
 
 _PACKED = "it holds keys and values in a packed form of its own, for which there is no record"
 _BATCHED = "it is the batched form of a cache, and a row of its own is what a model is asked for"

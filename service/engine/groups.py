@@ -12,19 +12,20 @@ import mlx.core as mx
 
 from kvcache.layout import CacheLayout
 from service.engine.batch import DecodeBatch, OneCall, OneCallEach, Undo
+from service.engine.calls import Calls, Fed
 from service.plan import Capture, Payloads, RowId
 
 
-def decode_batch(layout: CacheLayout) -> DecodeBatch:
-    """An empty batch of the form that the layout allows."""
-    return OneCallEach(layout) if layout.alone else Groups(layout)
+def decode_batch(layout: CacheLayout, *, own: bool = False) -> DecodeBatch:
+    """An empty batch of the form that the layout allows. `own`: see `OneCall`."""
+    return OneCallEach(layout) if layout.alone else Groups(layout, own=own)
 
 
 class Groups:
     """A `DecodeBatch` of batches. Its rows are ordered batch by batch."""
 
-    def __init__(self, layout: CacheLayout) -> None:
-        self._empty = partial(OneCall, layout)
+    def __init__(self, layout: CacheLayout, *, own: bool = False) -> None:
+        self._empty = partial(OneCall, layout, own=own)
         self._calls: tuple[tuple[RowId, ...], ...] = ()
         self._homes: dict[RowId, OneCall] = {}
         self._batches: list[OneCall] = []
@@ -67,12 +68,12 @@ class Groups:
         for batch in self._batches:
             batch.drop(rows)
 
-    def step(self, model, tokens: list[int]) -> mx.array:
+    def step(self, calls: Calls, fed: list[Fed]) -> mx.array:
         """As many calls as there are batches with rows."""
-        logits, fed = [], iter(tokens)
+        logits, left = [], iter(fed)
         for batch in self._batches:
             if batch.rows:
-                logits.append(batch.step(model, [next(fed) for _ in batch.rows]))
+                logits.append(batch.step(calls, [next(left) for _ in batch.rows]))
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def hold(self) -> Undo:

@@ -16,6 +16,19 @@ from service.engine import layers
 from service.engine.upstream import make_prompt_cache
 
 
+class _HeadOfLast:
+    """A head that computes the last position only, for a model that is body and head in one."""
+
+    def __init__(self, head) -> None:
+        self._head = head
+
+    def __call__(self, hidden):
+        return self._head(hidden[:, -1:, :])
+
+    def __getattr__(self, name):
+        return getattr(self._head, name)
+
+
 class _LastPosition:
     """A body that hands on the last position; everything else is the body's own (its embedding is often the head)."""
 
@@ -31,7 +44,7 @@ class _LastPosition:
 
 def last_position(model):
     """A callable like `model` that returns logits (B, 1, vocab) of the last position; `model` itself where none is."""
-    short = _shortened(model)
+    short = shortened(model)
     if short is None:
         return model
     tokens = mx.array([[1, 2, 3, 4, 5]], dtype=mx.uint32)
@@ -47,17 +60,21 @@ def last_position(model):
     return short
 
 
-def _shortened(model):
-    """The copy, or None where the model has no body of a known name."""
+def shortened(model):
+    """The copy, or None where the model has neither a body nor a head of a known name."""
     if not isinstance(model, dict):  # upstream's modules are
         return None
     for name in ("model", "language_model"):
         if name not in model:  # a module holds its children as a dict; some have `model` as a property besides
             continue
-        replaced = _LastPosition(model[name]) if name == "model" else _shortened(model[name])
+        replaced = _LastPosition(model[name]) if name == "model" else shortened(model[name])
         if replaced is None:
             return None
         short = copy.copy(model)
         setattr(short, name, replaced)
+        return short
+    if "lm_head" in model:
+        short = copy.copy(model)
+        short.lm_head = _HeadOfLast(model["lm_head"])
         return short
     return None

@@ -13,7 +13,8 @@
 | `CacheList`                 | –      | what its members hold, in order, at any depth | –                         |
 | a leaf that no call fills   | none   | nothing                                       | –                         |
 
-mlx-vlm's copies of these classes are served alike, its own classes are refused with their reasons (`foreign`).
+mlx-vlm's copies of these classes, and their batched forms, are served alike; its own classes are refused with their
+reasons (`foreign`).
 
 W' is W until the window is full, then W - keep. Any other class is refused at load with the layer's number, the class
 and the reason. A layer that reads another layer's cache (KV-shared) has none of its own and needs no policy.
@@ -36,16 +37,8 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.mlx_arrays import from_payload, to_payload
 from kvcache.records import RecordKind
 from service.engine.foreign import CACHE_LIST, why_refused
-from service.engine.policies import Arrays, policy_of
-from service.engine.upstream import (
-    ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-    qualified_name,
-)
+from service.engine.policies import Arrays, is_state, policy_of, row_policy_of
+from service.engine.upstream import CacheList, of_one_row, qualified_name
 from service.plan import Capture, Restored
 
 LOGITS = "logits"
@@ -76,7 +69,7 @@ def layout_of(caches: list) -> CacheLayout:
     alone = ""
     for number, cache in enumerate(caches):
         for leaf in leaves([cache]):
-            policy = policy_of(leaf)
+            policy = row_policy_of(leaf)
             if policy is None:
                 raise UnsupportedLayer(f"layer {number}: {why_refused(qualified_name(leaf))}")
             specs.append(policy.spec(leaf))
@@ -191,10 +184,10 @@ def _merged(caches: list):
     first = caches[0]
     if isinstance(first, CacheList):
         return CacheList(*(_merged(list(members)) for members in zip(*(c.caches for c in caches), strict=True)))
-    if not isinstance(first, ArraysCache):
+    if not is_state(first):
         return first.merge(caches)
     # Upstream's own merge and extract stop at a slot that is empty in every row.
-    merged = ArraysCache(len(first.cache))
+    merged = type(first)(len(first.cache))
     for slot, arrays in enumerate(zip(*(c.cache for c in caches), strict=True)):
         held = [array for array in arrays if array is not None]
         if held and len(held) < len(arrays):
@@ -206,13 +199,9 @@ def _merged(caches: list):
 def _extracted(cache, index: int):
     if isinstance(cache, CacheList):
         return CacheList(*(_extracted(member, index) for member in cache.caches))
-    if isinstance(cache, BatchKVCache) and cache.keys is None:
-        return KVCache()
-    if isinstance(cache, BatchRotatingKVCache) and cache.keys is None:
-        return RotatingKVCache(cache.max_size)
-    if not isinstance(cache, ArraysCache):
-        return cache.extract(index)
-    own = ArraysCache(len(cache.cache))
+    if not is_state(cache):
+        return of_one_row(cache) if cache.keys is None else cache.extract(index)
+    own = type(cache)(len(cache.cache))
     own.cache = [array if array is None else mx.contiguous(array[index : index + 1]) for array in cache.cache]
     return own
 

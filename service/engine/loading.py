@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from kvcache.layout import CacheLayout
 from service.engine import cpu
 from service.footprint import Footprint
+from service.media import Preparer
 
 log = logging.getLogger("kvfork.loading")
 
@@ -34,19 +36,29 @@ class ModelFacts:
     temperature: float | None
     top_p: float | None
     top_k: int | None
+    preparer: Preparer | None = None  # of a model that sees images
 
 
 def load(folder: Path):
-    """(model, ModelFacts). Raises UnsupportedLayer by name, or upstream's error on a folder that is no model."""
+    """(model, ModelFacts); the model is upstream's, or `Calls` where it sees images.
+
+    Raises UnsupportedLayer and UnsupportedVision by name, or upstream's error on a folder that is no model.
+    """
     mx = cpu.mlx()
     from mlx.utils import tree_flatten, tree_map
 
     from service.engine import few_rows
     from service.engine.probe import probe
     from service.engine.upstream import load_model
+    from service.engine.vision import loading as vision
 
     report = cpu.prepare()
-    model, config = load_model(folder, lazy=True)
+    family = vision.vision_family(folder)
+    preparer = opened = None
+    if family is None:
+        model, config = load_model(folder, lazy=True)
+    else:
+        model, config, preparer, opened = vision.load(folder, family)
     if report.compute_dtype == "float32" and "quantization" not in config:
         # Half precision products are fifty times slower on a CPU.
         model.update(
@@ -54,28 +66,37 @@ def load(folder: Path):
         )
     mx.eval(model.parameters())
     if report.blas is not None:
-        few_rows.adopt(model)
+        few_rows.adopt(model if family is None else model.language_model)
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    vocab_size = _vocab_size(model, config)
+    if family is not None:
+        model = vision.calls(model, family, opened)
     probed = probe(model)
     layout = probed.layout
+    if preparer is not None:
+        layout = replace(layout, whole_images=preparer.whole_images)
     if layout.alone:
         log.warning("rows decode in one model call each: %s", layout.alone)
     generation = _generation_config(folder)
     text = config.get("text_config", config)
     facts = ModelFacts(
         layout=layout,
-        fingerprint=fingerprint_of(folder, layout, report.compute_dtype or "stored"),
+        fingerprint=fingerprint_of(
+            folder, layout, report.compute_dtype or "stored", packages=() if family is None else ("mlx-vlm",)
+        ),
         context_tokens=int(text.get("max_position_embeddings") or 4096),
-        vocab_size=_vocab_size(model, text),
-        footprint=replace(probed.footprint, weights=sum(a.nbytes for _, a in tree_flatten(model.parameters()))),
+        vocab_size=vocab_size,
+        footprint=replace(probed.footprint, weights=weights),
         temperature=generation.get("temperature"),
         top_p=generation.get("top_p"),
         top_k=generation.get("top_k"),
+        preparer=preparer,
     )
     return model, facts
 
 
-def fingerprint_of(folder: Path, layout: CacheLayout, dtype: str) -> str:
-    """32 hex digits over every file of the model that decides its state."""
+def fingerprint_of(folder: Path, layout: CacheLayout, dtype: str, packages: Sequence[str] = ()) -> str:
+    """32 hex digits over every file of the model that decides its state; `packages` compute besides mlx and mlx-lm."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt") and path.name != "kvfork.json":
@@ -83,7 +104,8 @@ def fingerprint_of(folder: Path, layout: CacheLayout, dtype: str) -> str:
             with path.open("rb") as file:
                 while block := file.read(_READ):
                     digest.update(block)
-    for fact in (layout.describe(), dtype, version("mlx"), version("mlx-lm"), "kvfork-state-2"):
+    versions = [version(name) for name in ("mlx", "mlx-lm", *packages)]
+    for fact in (layout.describe(), dtype, *versions, "kvfork-state-2"):
         digest.update(b"\0" + fact.encode())
     return digest.hexdigest()[:32]
 
@@ -96,6 +118,10 @@ def _generation_config(folder: Path) -> dict:
     return config if config.get("do_sample", True) else {"temperature": 0.0}
 
 
-def _vocab_size(model, text: dict) -> int:
+def _vocab_size(model, config: dict) -> int:
     """The number of logits, which may exceed the tokenizer's vocabulary."""
-    return int(text.get("vocab_size") or model.args.vocab_size)
+    for part in (config.get("text_config") or {}, config):
+        if part.get("vocab_size"):
+            return int(part["vocab_size"])
+    args = model.args if hasattr(model, "args") else model.config.text_config
+    return int(args.vocab_size)

@@ -19,13 +19,27 @@ import mlx.core as mx
 import numpy as np
 
 from kvcache.layout import CacheLayout
-from service.engine import cpu, layers
+from kvcache.media import MediaKey
+from service.engine import cpu, features, layers
+from service.engine.batch import DecodeBatch
+from service.engine.calls import Fed, calls_of
 from service.engine.groups import decode_batch
-from service.engine.heads import last_position
 from service.engine.sampling import Mask, RowSampler, pick_all
-from service.engine.upstream import make_prompt_cache
 from service.footprint import Footprint
-from service.plan import Capture, Decode, OpenRow, Picked, Prefill, RowId, StepPlan, StepResult, TokenMask
+from service.plan import (
+    Capture,
+    Decode,
+    Encode,
+    GivenFeatures,
+    OpenRow,
+    Picked,
+    Prefill,
+    RowId,
+    RowImage,
+    StepPlan,
+    StepResult,
+    TokenMask,
+)
 
 log = logging.getLogger("kvfork.engine")
 
@@ -39,6 +53,8 @@ class _Row:
     constraint: TokenMask | None = None
     logits: mx.array | None = None  # (1, vocab), of the last position
     token: int | None = None  # picked, not yet fed
+    images: tuple[RowImage, ...] = ()
+    position: int = 0  # tokens that its caches hold
     alone: bool = False  # decodes in a call of its own
     failed_calls: int = 0  # decode calls that failed with this row and others in them
 
@@ -47,17 +63,29 @@ class _Row:
         self.caches, self.logits, self.alone = None, None, True
         self.failed_calls += 1
 
+    def needs(self, key: MediaKey) -> bool:
+        """Whether a prefill call to come touches the image."""
+        return any(image.key == key and image.end > self.position for image in self.images)
+
 
 class MlxEngine:
     """See `service.engine.Engine`."""
 
-    def __init__(self, model, layout: CacheLayout, footprint: Footprint | None = None) -> None:
+    def __init__(
+        self,
+        model,
+        layout: CacheLayout,
+        footprint: Footprint | None = None,
+        *,
+        feature_bytes: int = features.FEATURE_BYTES,
+    ) -> None:
+        """`model`: upstream's text model or `Calls`; `feature_bytes` bound images' features that no open row needs."""
         self.footprint = footprint or Footprint()
-        self._model = model
-        self._last_position = last_position(model)
+        self._calls = calls_of(model)
         self._layout = layout
         self._rows: dict[RowId, _Row] = {}
-        self._batch = decode_batch(layout)
+        self._batch = self._empty_batch()
+        self._features = features.HeldFeatures(feature_bytes)
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
@@ -66,6 +94,13 @@ class MlxEngine:
         for order in plan.open:
             self._guard(order.row, result, self._open, order, payloads)
         del payloads
+        began = time.perf_counter()
+        for given in plan.give:
+            self._give(given, result)
+        for order in plan.encode:
+            self._encode(order, result)
+        if plan.encode:
+            result.encode_seconds = time.perf_counter() - began
         began = time.perf_counter()
         for call in plan.prefill:
             self._guard(call.row, result, self._prefill, call, result)
@@ -77,11 +112,18 @@ class MlxEngine:
             self._decode(plan.decode, result)
             result.decode_seconds = time.perf_counter() - began
         self._close({*plan.close, *result.failed})
+        if self._features:
+            self._features.shrink(self._needed())
         return result
 
     def active_bytes(self) -> int:
         apart = sum(layers.nbytes(row.caches) for row in self._rows.values() if row.caches is not None)
         return apart + sum(array.nbytes for array in self._batch.live())
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of images' features that are held."""
+        return self._features.nbytes
 
     def relax(self) -> None:
         mx.clear_cache()
@@ -104,17 +146,50 @@ class MlxEngine:
             sampler = RowSampler(order.sampling, order.top_logprobs, order.context)
         # One whose state was lost keeps all else.
         row = self._rows.setdefault(order.row, _Row(None, sampler, order.constraint))
-        row.caches = make_prompt_cache(self._model)
+        row.caches = self._calls.caches()
+        row.images, row.position = order.images, 0
         if order.restored is not None:
             row.logits = layers.restore(row.caches, self._layout, order.restored, payloads)
+            row.position = order.restored.position
+
+    def _give(self, given: GivenFeatures, result: StepResult) -> None:
+        if not self._features.touch(given.key):
+            try:
+                self._features.put(given.key, features.read(given.payload))
+            except Exception as error:  # a payload that cannot be read is the end of the rows that wait for it
+                self._lacks(given.key, error, result)
+
+    def _encode(self, order: Encode, result: StepResult) -> None:
+        try:
+            if not self._features.touch(order.key):
+                made = self._calls.encode(order.image)
+                mx.eval(list(made.values()))
+                self._features.put(order.key, made)
+            result.encoded[order.key] = features.written(self._features[order.key])
+        except Exception as error:  # whatever a tower can raise is the end of the rows that wait for it
+            self._lacks(order.key, error, result)
+
+    def _lacks(self, key: MediaKey, error: Exception, result: StepResult) -> None:
+        """There will be no features for an image: the rows that need them end."""
+        result.unencoded[key] = error
+        result.failed.update({name: error for name, row in self._rows.items() if row.needs(key)})
+
+    def _needed(self) -> set[MediaKey]:
+        """Images that an open row has still to prefill."""
+        return {image.key for row in self._rows.values() for image in row.images if image.end > row.position}
 
     def _prefill(self, call: Prefill, result: StepResult) -> None:
         row = self._rows[call.row]
-        tokens = mx.array(list(call.tokens), dtype=mx.uint32)[None]
-        logits = self._last_position(tokens, cache=row.caches)
-        layers.normalise(row.caches)
+        logits = self._calls.prefill(call.tokens, row.position, row.images, self._features, row.caches)
+        row.position += len(call.tokens)
         # Without the logits in the list, MLX never computes the head of the model for this call.
-        row.logits = logits[:, -1, :] if call.logits else None
+        row.logits = logits if call.logits else None
+        if call.passed:  # while window layers still hold what the call had
+            mx.eval(layers.live_arrays(row.caches))
+            result.passed[call.row] = tuple(
+                layers.capture(row.caches, self._layout, what, None) for what in call.passed
+            )
+        layers.normalise(row.caches)
         mx.eval(layers.live_arrays(row.caches), *([row.logits] if call.logits else []))
         result.prefill_tokens += len(call.tokens)
         if call.capture is not None:
@@ -153,7 +228,7 @@ class MlxEngine:
         rows = list(self._batch.rows)
         undo = self._batch.hold()
         try:
-            logits = self._batch.step(self._model, [self._rows[row].token for row in rows])
+            logits = self._batch.step(self._calls, [self._fed(row) for row in rows])
         except Exception as error:  # nothing was computed: whoever is to blame raises again in a call of its own
             if len(rows) == 1:
                 result.failed[rows[0]] = error
@@ -171,15 +246,21 @@ class MlxEngine:
         except Exception as error:  # raised before any row has taken a token
             self._lose(rows, error, result)
             return
+        for row in rows:
+            self._rows[row].position += 1
         for row, what in order.captures.items():
             if row in self._batch.rows:
                 at = rows.index(row)
                 self._guard(row, result, self._capture, row, what, logits[at : at + 1], result)
         self._take(rows, picks, result)
 
+    def _fed(self, name: RowId) -> Fed:
+        row = self._rows[name]
+        return Fed(row.token, self._calls.place(row.position, row.images))
+
     def _lose(self, rows: list[RowId], error: Exception, result: StepResult) -> None:
         """MLX raises once; what a failed evaluation left behind looks computed and may be rubbish. All of it goes."""
-        self._batch = decode_batch(self._layout)
+        self._batch = self._empty_batch()
         if len(rows) == 1:
             result.failed[rows[0]] = error
             return
@@ -191,7 +272,8 @@ class MlxEngine:
     def _by_itself(self, name: RowId, order: Decode, result: StepResult) -> None:
         """One row's own call: after a batch that failed, and always for a row that fits into no batch."""
         row = self._rows[name]
-        logits = self._model(mx.array([[row.token]], dtype=mx.uint32), cache=row.caches)[:, -1, :]
+        logits = self._calls.decode([self._fed(name)], row.caches)
+        row.position += 1
         layers.normalise(row.caches)
         (pick,) = self._picks([name], logits, layers.live_arrays(row.caches))
         if name in order.captures:
@@ -226,6 +308,9 @@ class MlxEngine:
         if row.constraint is not None and row.constraint.took(pick.token):
             pick = replace(pick, last=True)
         result.picked[name] = pick
+
+    def _empty_batch(self) -> DecodeBatch:
+        return decode_batch(self._layout, own=self._calls.copies_lone_rows)
 
     # -- the batch ------------------------------------------------------------------------------------------------
 

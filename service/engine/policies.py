@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from kvcache.layout import LayerKind, LayerSpec
-from service.engine.foreign import ONE_BY_ONE, SAME_AS
+from service.engine.foreign import BATCHED, JOINED, ONE_BY_ONE, SAME_AS
 from service.engine.upstream import (
     LATENT_CACHE,
     LATENT_FIELDS,
@@ -41,7 +41,9 @@ class StoredShort(ValueError):
 
 
 class Policy(Protocol):
-    """One cache class. `start`, `end` are absolute token positions; a leaf that is captured stands at `end`."""
+    """One cache class. `start`, `end` are absolute token positions; a leaf that is captured stands at `end`, or beyond
+    it, not in normal form, where that is inside its last call.
+    """
 
     def spec(self, leaf) -> LayerSpec:
         """What the layout says of a fresh leaf."""
@@ -153,7 +155,8 @@ class Window(_KeysAndValues):
     def capture(self, leaf, start: int, end: int) -> Arrays:
         keys, values = in_order(leaf, leaf.keys), in_order(leaf, leaf.values)
         count = min(end - start, leaf.max_size - (leaf.keep if end > leaf.max_size else 0))
-        arrays = {"k": _last(keys, count), "v": _last(values, count)}
+        upto = keys.shape[2] - (leaf.offset - end)  # less than all where a call went on beyond `end`
+        arrays = {"k": _last(keys[..., :upto, :], count), "v": _last(values[..., :upto, :], count)}
         if leaf.keep:
             # The head is in every record, so that a restore reads no block behind the window for a few tokens.
             arrays |= {"hk": keys[..., : leaf.keep, :], "hv": values[..., : leaf.keep, :]}
@@ -303,17 +306,34 @@ class OneByOne:
 
 
 # Classes of single model modules go by name: importing the module for its class alone would cost every start.
+_OF_NAME = {kind.__name__: policy for kind, policy in _BY_CLASS.items()}
 _BY_NAME: dict[str, Policy] = {LATENT_CACHE: Latent()} | {
-    name: OneByOne(policy)
-    for name, same in SAME_AS.items()
-    for kind, policy in _BY_CLASS.items()
-    if kind.__name__ == same
+    name: _OF_NAME[same] if name in JOINED else OneByOne(_OF_NAME[same]) for name, same in SAME_AS.items()
 }
+_BATCHED_BY_NAME: dict[str, Policy] = {name: _OF_NAME[same] for name, same in BATCHED.items()}
 
 
 def policy_of(leaf) -> Policy | None:
     """The policy of a cache object, batched forms included; None if there is none. Subclasses are other classes."""
-    return _BY_CLASS.get(type(leaf)) or _BY_NAME.get(qualified_name(leaf))
+    name = qualified_name(leaf)
+    return _BY_CLASS.get(type(leaf)) or _BY_NAME.get(name) or _BATCHED_BY_NAME.get(name)
+
+
+def row_policy_of(leaf) -> Policy | None:
+    """The policy of what a model gives for one row; mlx-vlm's batched forms have none as such."""
+    name = qualified_name(leaf)
+    return None if name in BATCHED else policy_of(leaf)
+
+
+def is_state(leaf) -> bool:
+    """Whether a cache object is a list of arrays, as recurrent layers have it."""
+    return policy_of(leaf) is _STATE
+
+
+def is_window(leaf) -> bool:
+    """Whether a cache object holds the last tokens only."""
+    policy = row_policy_of(leaf)
+    return policy is not None and policy.spec(leaf).kind is LayerKind.WINDOW
 
 
 def _joined(parts: list[Arrays], name: str, count: int) -> mx.array:

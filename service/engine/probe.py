@@ -14,8 +14,9 @@ import mlx.core as mx
 
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from service.engine import layers
+from service.engine.calls import Calls, Fed, calls_of
 from service.engine.policies import policy_of
-from service.engine.upstream import PADDING_MATTERS, make_prompt_cache, qualified_name
+from service.engine.upstream import qualified_name
 from service.footprint import Footprint
 
 _LENGTHS = (40, 17, 9, 1)  # the longest first: it is the only one that is not padded
@@ -34,9 +35,10 @@ class Probed:
 
 def probe(model) -> Probed:
     """Runs the model on a few dozen tokens. Raises UnsupportedLayer with the layer's number, class and reason."""
-    layout = layers.layout_of(make_prompt_cache(model))
+    calls = calls_of(model)
+    layout = layers.layout_of(calls.caches())
     prompts = [[1 + (7 * i + n) % 50 for i in range(n)] for n in _LENGTHS]
-    rows = [_prefilled(model, prompt) for prompt in prompts]
+    rows = [_prefilled(calls, prompt) for prompt in prompts]
     longest, shortest = list(layers.leaves(rows[0])), list(layers.leaves(rows[-1]))
     specs = []
     for number, (leaf, spec) in enumerate(zip(longest, layout.layers, strict=True)):
@@ -59,11 +61,7 @@ def probe(model) -> Probed:
         for array in policy_of(leaf).capture(leaf, 0, 1).values()
     )
     fixed = sum(_fixed_bytes(leaf, spec) for leaf, spec in zip(longest, specs, strict=True))
-    alone = (
-        layout.alone
-        or PADDING_MATTERS.get(type(model).__module__)
-        or _why_alone(model, rows, [prompt[-1] for prompt in prompts])
-    )
+    alone = layout.alone or calls.alone or _why_alone(calls, rows, [Fed(prompt[-1], len(prompt)) for prompt in prompts])
     return Probed(layout=CacheLayout(tuple(specs), alone=alone), footprint=Footprint(per_token=per_token, fixed=fixed))
 
 
@@ -75,25 +73,24 @@ def _fixed_bytes(leaf, spec: LayerSpec) -> int:
     return -(-held // min(_LENGTHS[0], spec.window)) * spec.window if spec.kind is LayerKind.WINDOW else 0
 
 
-def _prefilled(model, tokens: list[int]) -> list:
-    caches = make_prompt_cache(model)
-    model(mx.array([tokens], dtype=mx.uint32), cache=caches)
+def _prefilled(calls: Calls, tokens: list[int]) -> list:
+    caches = calls.caches()
+    calls.prefill(tokens, 0, (), {}, caches)
     layers.normalise(caches)
     mx.eval(layers.live_arrays(caches))
     return caches
 
 
-def _why_alone(model, rows: list[list], tokens: list[int]) -> str:
+def _why_alone(calls: Calls, rows: list[list], fed: list[Fed]) -> str:
     """Why these rows cannot decode together; empty if they can. Uses the rows up."""
-    fed = mx.array(tokens, dtype=mx.uint32)[:, None]
     try:
         batch = layers.join(None, rows)
-        together = model(fed, cache=batch)[:, -1, :]
+        together = calls.decode(fed, batch)
         mx.eval(together, layers.live_arrays(batch))
     except Exception as error:  # whatever the model's code raises on a batched cache means that it takes none
         text = " ".join(str(error).split())
         return f"a batched call fails: {type(error).__name__}: {text[:120]}"
-    own = mx.concatenate([model(fed[i : i + 1], cache=caches)[:, -1, :] for i, caches in enumerate(rows)])
+    own = mx.concatenate([calls.decode([one], caches) for one, caches in zip(fed, rows, strict=True)])
     own, together = _finite(own), _finite(together)
     off = mx.abs(together - own).max(axis=-1) / mx.maximum(mx.std(own, axis=-1), 1e-9)
     # Of the padded rows the middle one: a mixture of experts may turn on a last bit in a single row.

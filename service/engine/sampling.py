@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.media import IMAGE
 from service.engine import draw
 from service.plan import Picked, TopPick
 from service.request import Sampling
@@ -45,7 +46,10 @@ class RowSampler:
         self._frequency = s.frequency_penalty or 0.0
         self._presence = s.presence_penalty or 0.0
         # HF semantics: repetition looks at the whole context, frequency and presence at generated tokens only.
-        self._seen = np.unique(np.array(context, dtype=np.int64)) if self._repetition != 1.0 else None
+        self._seen = None
+        if self._repetition != 1.0:
+            seen = np.unique(np.array(context, dtype=np.int64))
+            self._seen = seen[seen < IMAGE]  # nobody repeats a picture
         self._generated: dict[int, int] = {}
         self._bias = None
         if s.logit_bias:

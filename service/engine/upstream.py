@@ -6,6 +6,8 @@ reads from them.
 
 from __future__ import annotations
 
+import sys
+
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -40,6 +42,7 @@ __all__ = [
     "in_order",
     "load_model",
     "make_prompt_cache",
+    "of_one_row",
     "qualified_name",
     "set_chunk",
     "set_window",
@@ -80,6 +83,14 @@ def set_chunk(cache: ChunkedKVCache, keys: mx.array, values: mx.array, position:
     """Lets the cache stand at `position` with the given tokens as the end of what was seen."""
     cache.keys, cache.values, cache.offset = keys, values, position
     cache.start_position = position - keys.shape[2]
+
+
+def of_one_row(batched):
+    """An empty cache of the class whose batched form this is, mlx-lm's or mlx-vlm's."""
+    module = sys.modules[type(batched).__module__]
+    if hasattr(batched, "max_size"):
+        return module.RotatingKVCache(batched.max_size)
+    return module.KVCache()
 
 
 def batch_end(cache: BatchKVCache) -> int:

@@ -5,6 +5,7 @@ import dataclasses
 # Versions of what is written; raised when the output changes, so that caches make their folders anew.
 _GGUF_CONVERTER = 1
 _TINY_GENERATOR = 3
+_TINY_VISION_GENERATOR = 1
 _TRAINED = 1
 
 
@@ -63,6 +64,18 @@ class TinyModel:
     name: str
     summary: str
     converter: int = _TINY_GENERATOR
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TinyVisionModel:
+    """Random weights in the shape of a vision family, with a processor; recipes are in tiny_vision.py.
+
+    Making one needs the `vision` extra.
+    """
+
+    name: str
+    summary: str
+    converter: int = _TINY_VISION_GENERATOR
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +163,17 @@ _TINY = (
     TinyModel(name="tiny-lfm2", summary="random weights: short convolutions beside full attention"),
 )
 
+_TINY_VISION = (
+    TinyVisionModel(name="tiny-qwen3_5-vl", summary="random weights, sees images: recurrent layers, three-axis places"),
+    TinyVisionModel(name="tiny-qwen3-vl", summary="random weights, sees images: three-axis places, deepstack"),
+    TinyVisionModel(name="tiny-gemma3-vl", summary="random weights, sees images whole: window of 64"),
+    TinyVisionModel(name="tiny-gemma4-vl", summary="random weights, sees images whole: window of 64, per-layer inputs"),
+    TinyVisionModel(name="tiny-smolvlm", summary="random weights, sees images in tiles"),
+    TinyVisionModel(name="tiny-mistral3", summary="random weights, sees images in rows with breaks between"),
+    TinyVisionModel(name="tiny-lfm2-vl", summary="random weights, sees images in tiles: short convolutions"),
+    TinyVisionModel(name="tiny-llava", summary="random weights, sees images of one size"),
+)
+
 _VISION = TrainedModel(
     name="tiny-vision",
     summary="sees: answers questions about pictures of coloured shapes; gated-delta layers, full attention",
@@ -157,6 +181,6 @@ _VISION = TrainedModel(
 
 DEFAULT = "smollm2"
 
-KNOWN: dict[str, GgufModel | TinyModel | TrainedModel] = {
-    model.name: model for model in (_SMOLLM2, _GEMMA3, *_TINY, _VISION)
+KNOWN: dict[str, GgufModel | TinyModel | TinyVisionModel | TrainedModel] = {
+    model.name: model for model in (_SMOLLM2, _GEMMA3, *_TINY, *_TINY_VISION, _VISION)
 }

@@ -6,6 +6,7 @@ most verified wheels and a hidden partial folder; the next one uses the first an
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -15,9 +16,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from service.models import cache_dir, folder, wheels
-from service.models.errors import BadModelFolder, DownloadFailed, TermsNotAccepted, UnknownModel
+from service.models.errors import BadModelFolder, ConversionFailed, DownloadFailed, TermsNotAccepted, UnknownModel
 from service.models.progress import Progress, StderrProgress
-from service.models.registry import KNOWN, GgufModel, Terms, TinyModel, TrainedModel
+from service.models.registry import KNOWN, GgufModel, Terms, TinyModel, TinyVisionModel, TrainedModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The files that mlx-lm reads.
@@ -63,6 +64,8 @@ def ensure(
         if again or not is_present(name):
             if isinstance(model, TinyModel):
                 folder.publish(final, lambda partial: _build_tiny(model, partial))
+            elif isinstance(model, TinyVisionModel):
+                folder.publish(final, lambda partial: _build_tiny_vision(model, partial))
             elif isinstance(model, TrainedModel):
                 folder.publish(final, lambda partial: _build_trained(model, partial))
             else:
@@ -133,6 +136,21 @@ def _build_tiny(model: TinyModel, partial: Path) -> None:
         converter=model.converter,
         source={"random_weights_of": model.name},
         versions=_versions("kvfork", "mlx-lm", "tokenizers", "numpy"),
+    )
+
+
+def _build_tiny_vision(model: TinyVisionModel, partial: Path) -> None:
+    if importlib.util.find_spec("mlx_vlm") is None:
+        raise ConversionFailed(f"{model.name} is built from mlx-vlm's classes: pip install 'kvfork[vision]'")
+    from service.models.tiny_vision import build_tiny_vision  # imports MLX
+
+    build_tiny_vision(model.name, partial)
+    folder.write_manifest(
+        partial,
+        name=model.name,
+        converter=model.converter,
+        source={"random_weights_of": model.name},
+        versions=_versions("kvfork", "mlx-vlm", "tokenizers", "numpy"),
     )
 
 

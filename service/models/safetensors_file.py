@@ -69,6 +69,14 @@ def check(path: Path) -> None:
     raise BadModelFolder(f"{path} is damaged or cut short ({size:,} bytes)")
 
 
+def names(path: Path) -> list[str]:
+    """The tensors' names, from the header alone. Raises BadModelFolder."""
+    check(path)
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return [name for name in json.loads(file.read(length)) if name != "__metadata__"]
+
+
 def _round(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     """float32 to the stored dtype, little-endian; bfloat16 comes back as its 16 bits, which numpy has no type for."""
     if not np.isfinite(values).all():

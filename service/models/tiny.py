@@ -19,9 +19,9 @@ from service.models.convert import write_json
 from service.models.safetensors_file import Tensor
 from service.models.tiny_tokenizer import VOCAB_SIZE, build_tiny_tokenizer, tiny_tokenizer_config
 
-_EOS = 2  # <|im_end|>
-_PAD = 0  # <|endoftext|>
-_CONTEXT = 32768
+EOS = 2  # <|im_end|>
+PAD = 0  # <|endoftext|>
+CONTEXT = 32768
 
 _GEMMA3: dict[str, Any] = {
     "model_type": "gemma3_text",
@@ -37,7 +37,7 @@ _GEMMA3: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
     "sliding_window_pattern": 3,
-    "max_position_embeddings": _CONTEXT,
+    "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": False,
 }
 
@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-5,
         "rope_theta": 100_000.0,
-        "max_position_embeddings": _CONTEXT,
+        "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
     },
     "tiny-gemma3": {**_GEMMA3, "sliding_window": 512},
@@ -73,7 +73,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 150_000,
         "rope_parameters": {"rope_type": "default", "rope_theta": 150_000},  # else the tokenizer's loader assumes YaRN
-        "max_position_embeddings": _CONTEXT,
+        "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
     },
     "tiny-qwen3_5": {
@@ -95,7 +95,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "linear_value_head_dim": 16,
             "linear_conv_kernel_dim": 4,
             "rms_norm_eps": 1e-6,
-            "max_position_embeddings": _CONTEXT,
+            "max_position_embeddings": CONTEXT,
             "tie_word_embeddings": False,
             "vocab_size": VOCAB_SIZE,
             "rope_parameters": {
@@ -124,7 +124,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "rope_theta": 1_000_000.0,
         "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention", "conv"],
-        "max_position_embeddings": _CONTEXT,
+        "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": True,
     },
 }
@@ -135,14 +135,14 @@ _HEAD_GAIN = 3.0  # logits with a deviation of 3: clear favourites, no certainty
 
 def build_tiny(name: str, folder: Path) -> None:
     """Write the tiny model `name` into the existing `folder`: float32 weights, config and tokenizer."""
-    config = {**CONFIGS[name], "vocab_size": VOCAB_SIZE, "eos_token_id": _EOS, "pad_token_id": _PAD, "dtype": "float32"}
+    config = {**CONFIGS[name], "vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "pad_token_id": PAD, "dtype": "float32"}
     shapes = _parameter_shapes(config)
     weights = [
         Tensor(name=key, shape=shape, load=partial(initial_value, name, key, shape)) for key, shape in shapes.items()
     ]
     safetensors_file.write(folder / "model.safetensors", weights, "float32")
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", {"eos_token_id": _EOS, "pad_token_id": _PAD})
+    write_json(folder / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": PAD})
     build_tiny_tokenizer(config["model_type"]).save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tiny_tokenizer_config())
 

@@ -39,6 +39,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+IMAGE_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ 'IMAGE' }}{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 # Some of everything that a prompt in a test holds, so that its words become tokens of more than one byte.
 SAMPLE_TEXT = """
 You are a helpful assistant. Answer the question of the user in one short sentence, then stop.
@@ -68,10 +80,16 @@ El río es ancho y el agua está fría. 川は広く、水は冷たい。河很�
 """
 
 
-def build_tiny_tokenizer(model_type: str) -> Tokenizer:
-    """Train and return the tokenizer; VOCAB_SIZE entries, specials first, then the 256 bytes, then merges."""
+def build_tiny_tokenizer(model_type: str, more: Sequence[str] = ()) -> Tokenizer:
+    """Train and return the tokenizer; VOCAB_SIZE entries, specials first, then the 256 bytes, then merges.
+
+    `more`: special tokens besides, from id VOCAB_SIZE on.
+    """
     lines = SAMPLE_TEXT.splitlines(keepends=True)
-    return train_tokenizer(model_type, text=lines, specials=_SPECIALS, tags=_TAGS, vocab_size=VOCAB_SIZE)
+    tokenizer = train_tokenizer(model_type, text=lines, specials=_SPECIALS, tags=_TAGS, vocab_size=VOCAB_SIZE)
+    if more:
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
+    return tokenizer
 
 
 def train_tokenizer(
@@ -111,8 +129,8 @@ def _with_words(tokenizer: Tokenizer, model_type: str) -> Tokenizer:
     return tokenizer
 
 
-def tiny_tokenizer_config() -> dict[str, Any]:
-    """The `tokenizer_config.json` beside it."""
+def tiny_tokenizer_config(image: str = "") -> dict[str, Any]:
+    """The `tokenizer_config.json` beside it; `image`: what the chat template writes where an image goes."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -123,5 +141,5 @@ def tiny_tokenizer_config() -> dict[str, Any]:
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 32768,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": IMAGE_CHAT_TEMPLATE.replace("IMAGE", image) if image else CHAT_TEMPLATE,
     }

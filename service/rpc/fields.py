@@ -25,6 +25,7 @@ MAX_TOKENS = 2**22
 MAX_LABELS = 64
 MAX_LABEL_KEY = 63  # as Kubernetes labels, which orchestrators copy from
 MAX_LABEL_VALUE = 255
+MAX_LABELS_TOGETHER = 4096  # bytes of one snapshot's: they stay in memory for as long as it lives
 MAX_TOKEN_ID = 2**31 - 1  # ids are int32 on the way to the model; the vocabulary's own bound is the model's to check
 
 _SNAPSHOT_ID = re.compile(r"[a-z0-9][a-z0-9-]{7,62}")
@@ -37,12 +38,14 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 class Fields:
     """Gathers what is wrong with one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_images: int = 0) -> None:
+        """`max_images`: how many a request may have, all inputs together."""
+        self._max_images = max_images
         self._found: list[FieldViolation] = []
         self._reasons: set[str] = set()
         self._metadata: dict[str, str] = {}
         self._count = 0
-        self._parts = self._tokens = 0
+        self._parts = self._tokens = self._images = 0
 
     def wrong(self, path: str, text: str, *, reason: str = InvalidField.reason, **metadata: str) -> None:
         """Notes that the field at `path` is wrong. `reason` tells more than INVALID_FIELD where the contract does."""
@@ -62,11 +65,16 @@ class Fields:
         metadata = {**self._metadata, "fieldCount": str(self._count)}
         raise InvalidField(text, fields=tuple(self._found), reason=reason, metadata=metadata)
 
-    def too_many(self, path: str, *, parts: int = 0, tokens: int = 0) -> bool:
-        """Whether the request now has more parts or tokens than are looked at; then `path` is wrong."""
+    def too_many(self, path: str, *, parts: int = 0, tokens: int = 0, images: int = 0) -> bool:
+        """Whether the request now has more parts, tokens or images than are looked at; then `path` is wrong."""
         self._parts += parts
         self._tokens += tokens
-        for count, most, what in ((self._parts, MAX_PARTS, "parts"), (self._tokens, MAX_TOKENS, "tokens")):
+        self._images += images
+        for count, most, what in (
+            (self._parts, MAX_PARTS, "parts"),
+            (self._tokens, MAX_TOKENS, "tokens"),
+            (self._images, self._max_images, "images"),
+        ):
             if count > most:
                 self.wrong(path, f"a request has at most {most} {what}")
                 return True
@@ -124,6 +132,10 @@ class Fields:
         """Labels in the order of their keys."""
         if len(value) > MAX_LABELS:
             self.wrong(path, f"at most {MAX_LABELS} labels, are {len(value)}")
+            return ()
+        together = sum(len(key.encode()) + len(text.encode()) for key, text in value.items())
+        if together > MAX_LABELS_TOGETHER:
+            self.wrong(path, f"keys and values have at most {MAX_LABELS_TOGETHER} bytes together, have {together}")
             return ()
         ordered = tuple(sorted(value.items()))
         for key, text in ordered:

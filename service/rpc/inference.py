@@ -12,7 +12,7 @@ from kvfork.v1 import inference_service_pb2_grpc as pb_grpc
 from service.core_api import Inference
 from service.events import Event
 from service.rpc import mapping_in, mapping_out
-from service.rpc.caller import caller_of
+from service.rpc.caller import caller_of, is_admin
 from service.rpc.reader import Reader
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -31,7 +31,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         call = mapping_in.read_generate(request, self._limits, deadline=context.time_remaining())
         # The iterator is a generator in all but name: closing it is what frees the row, however this call ends.
         events = cast(AsyncGenerator[Event, None], self._core.generate(call, caller_of(context)))
-        async with Reader(context, events, patience=self._write_stall) as reader:
+        async with Reader(context, events, patience=self._write_stall, observer=self._core.observer) as reader:
             async for event in events:
                 await reader.write(mapping_out.write_event(event))
 
@@ -53,5 +53,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return mapping_out.write_rolled_back(await self._core.rollback(call, caller_of(context)))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
-        call = mapping_in.read_count_tokens(request)
-        return mapping_out.write_counted(await self._core.count_tokens(call, caller_of(context)))
+        call = mapping_in.read_count_tokens(request, self._limits)
+        reply = mapping_out.write_counted(await self._core.count_tokens(call, caller_of(context)))
+        if reply.HasField("plan") and not is_admin(context):
+            reply.plan.ClearField("free_bytes")  # to the byte, what others have is theirs to know
+        return reply

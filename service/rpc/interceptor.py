@@ -1,4 +1,4 @@
-"""The outermost layer of every call of ours. Owns what leaves when a handler raises: a status, and nothing else.
+"""The layer around every handler of ours. Owns what leaves when a handler raises: a status, and nothing else.
 
 * `CallError` becomes the status that `status` has for it.
 * An abort and a cancellation pass untouched: swallowing either leaks the call.
@@ -9,21 +9,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from service.errors import CallError, Internal, InvalidField
+from service.errors import CallError, Internal, InvalidField, WrongInstance
 from service.rpc.status import status_of
 
 log = logging.getLogger(__name__)
 
+INSTANCE = "x-kvfork-instance"  # metadata: the one server that a call is for, since a proxy may not know
 INTERNAL_TEXT = "the server failed; its log has the incident"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,7 +34,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions of the handlers under `prefix` into statuses; others (health, reflection) are left alone."""
 
-    def __init__(self, prefix: str = "/kvfork.v1.") -> None:
+    def __init__(self, instance: str, prefix: str = "/kvfork.v1.") -> None:
+        """`instance`: this server's; a call that asks for another one is refused before it is looked at."""
+        self._instance = instance
         self._prefix = prefix
 
     async def intercept_service(
@@ -46,20 +50,23 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith(self._prefix):
             return handler
         codecs = {
-            "request_deserializer": _tolerant(handler.request_deserializer),
+            "request_deserializer": tolerant(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary, method), **codecs)
+            return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary, method, self._instance), **codecs)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(_guarded(handler.unary_stream, method), **codecs)
+            return grpc.unary_stream_rpc_method_handler(
+                _guarded(handler.unary_stream, method, self._instance), **codecs
+            )
         raise AssertionError(f"{method}: the contract has no client streaming")
 
 
 UNREADABLE = object()  # stands for a request that is no message
 
 
-def _tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+def tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """`parse`, which gives UNREADABLE where it would raise."""
     assert parse is not None, "generated handlers have one"
 
     def parse_or_tell(data: bytes) -> Any:
@@ -71,11 +78,22 @@ def _tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     return parse_or_tell
 
 
-def _guarded(handler: Callable[..., Any], method: str) -> Any:
+def _check_instance(context: Context, instance: str) -> None:
+    for key, wanted in context.invocation_metadata() or ():
+        if key == INSTANCE and wanted != instance:
+            raise WrongInstance(
+                f"this is {instance}, and the call is for another instance",
+                hint="snapshots work where they were made: connect to that server",
+                metadata={"instance": instance},
+            )
+
+
+def _guarded(handler: Callable[..., Any], method: str, instance: str) -> Any:
     # Streams of ours write to the context instead of yielding, so one wrapper serves both kinds and no generator is
     # left to be closed by the garbage collector.
     async def guarded(request: Any, context: Context) -> Any:
         try:
+            _check_instance(context, instance)
             if request is UNREADABLE:
                 raise InvalidField("the request cannot be parsed as this method's message")
             return await handler(request, context)
@@ -84,9 +102,24 @@ def _guarded(handler: Callable[..., Any], method: str) -> Any:
         except Exception as error:  # ours or a bug: either way its status is all that may leave
             status = _status_for(error, request, method)
         # Outside of the except clause: should the abort fail as well, grpc logs it with all that it came after.
-        return await context.abort_with_status(status)
+        return await leave(context, status)
 
     return guarded
+
+
+async def leave(context: Context, status: grpc.Status) -> NoReturn:
+    """Ends the call with `status`. Never returns.
+
+    Where the call has ended under it, by its deadline for one, gRPC cannot send any more, and nobody hears: that is a
+    cancellation like any other and no error of the server's.
+    """
+    try:
+        await context.abort_with_status(status)
+    except Exception as error:
+        if type(error).__name__ != "ExecuteBatchError":  # gRPC's own, without a public name
+            raise
+        raise asyncio.CancelledError from None
+    raise AssertionError("an abort raises")
 
 
 def _status_for(error: Exception, request: object, method: str) -> grpc.Status:

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import grpc.aio
 
 from service.config import split_address
@@ -19,12 +20,16 @@ class CannotListen(Exception):
     """An address is taken or may not be used; the text says which and what to do."""
 
 
-def bind_tcp(server: grpc.aio.Server, address: str) -> str:
-    """Binds a loopback address and returns it with the port in use. Raises CannotListen if somebody else has it."""
+def bind_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    """Binds an address and returns it with the port in use; without `credentials` in the clear.
+
+    Raises CannotListen if somebody else has it. `Config` sees to it that only loopback is bound in the clear.
+    """
     host, port = split_address(address)
     shown = f"[{host}]" if ":" in host else host
     try:
-        bound = server.add_insecure_port(f"{shown}:{port}")
+        where = f"{shown}:{port}"
+        bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as error:  # grpc's word for any failure to bind
         text = f"cannot listen on {shown}:{port}: another server has it, or the system refuses"
         raise CannotListen(f"{text}. Stop that one, or choose another --address") from error

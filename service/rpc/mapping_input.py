@@ -7,8 +7,19 @@ from collections.abc import Iterable, Sequence
 
 from kvfork.v1 import types_pb2 as pb
 
-from service.request import ChatInput, Input, Message, Part, RawInput, Role, TextPart, TokenPart
-from service.rpc.fields import MAX_TOKEN_ID, Fields
+from service.request import (
+    MIME_TYPES,
+    ChatInput,
+    ImagePart,
+    Input,
+    Message,
+    Part,
+    RawInput,
+    Role,
+    TextPart,
+    TokenPart,
+)
+from service.rpc.fields import MAX_TOKEN_ID, Fields, quoted
 
 _ROLES = {
     pb.ROLE_SYSTEM: Role.SYSTEM,
@@ -16,6 +27,9 @@ _ROLES = {
     pb.ROLE_ASSISTANT: Role.ASSISTANT,
     pb.ROLE_TOOL: Role.TOOL,
 }
+
+_SHA256_BYTES = 32
+_OTHER_NAMES = {"image/jpg": "image/jpeg"}
 
 # Names that the renderer itself passes to the template or its loader: a caller's value would contradict the request,
 # and "chat_template" would be code.
@@ -96,11 +110,29 @@ def _read_parts(parts: Sequence[pb.Part], path: str, fields: Fields) -> tuple[Pa
                 if not fields.too_many(f"{at}.tokens.ids", tokens=len(ids)):
                     read.append(TokenPart(read_token_ids(ids, f"{at}.tokens.ids", fields)))
             case "image":
-                text = "images are not served yet: text and tokens only"
-                fields.wrong(f"{at}.image", text, reason="IMAGE_UNSUPPORTED")
+                if not fields.too_many(f"{at}.image", images=1):
+                    read.append(_read_image(part.image, f"{at}.image", fields))
             case _:
                 fields.wrong(at, "one of text, tokens and image must be set")
     return tuple(read)
+
+
+def _read_image(image: pb.Image, path: str, fields: Fields) -> ImagePart:
+    mime_type = _OTHER_NAMES.get(image.mime_type.lower(), image.mime_type.lower())
+    if mime_type and mime_type not in MIME_TYPES:
+        text = f"must be one of {', '.join(MIME_TYPES)}, or empty; is {quoted(image.mime_type)}"
+        fields.wrong(f"{path}.mime_type", text, reason="IMAGE_UNSUPPORTED")
+        mime_type = ""
+    match image.WhichOneof("source"):
+        case "data":
+            return ImagePart(data=image.data, mime_type=mime_type)
+        case "sha256":
+            if len(image.sha256) != _SHA256_BYTES:
+                fields.wrong(f"{path}.sha256", f"must be {_SHA256_BYTES} bytes, is {len(image.sha256)}")
+            return ImagePart(sha256=image.sha256, mime_type=mime_type)
+        case _:
+            fields.wrong(path, "one of data and sha256 must be set")
+            return ImagePart(data=b"")
 
 
 def read_token_ids(ids: Iterable[int], path: str, fields: Fields) -> tuple[int, ...]:

@@ -7,10 +7,14 @@ import math
 from google.protobuf import duration_pb2, timestamp_pb2
 from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import server_service_pb2 as server_pb
+from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
 from kvcache.receipt import MissReason, Usage
 from service.events import (
+    Admission,
+    Bookmark,
+    Changed,
     Counted,
     Created,
     Delta,
@@ -18,20 +22,26 @@ from service.events import (
     Finished,
     FinishReason,
     Forked,
+    Gone,
     LimitsView,
     Marked,
     ModelState,
     ModelView,
+    PlanView,
     Progress,
     Residency,
     RolledBack,
+    RowView,
     ServerView,
     SnapshotView,
     Started,
     StatsView,
+    Synced,
     TextChannel,
     Timing,
     TokenLogprob,
+    Watched,
+    WhyGone,
 )
 
 _RESIDENCIES = {
@@ -61,6 +71,25 @@ _MODEL_STATES = {
     ModelState.LOADING: server_pb.Model.STATE_LOADING,
     ModelState.READY: server_pb.Model.STATE_READY,
     ModelState.FAILED: server_pb.Model.STATE_FAILED,
+}
+
+_ADMISSIONS = {
+    Admission.NOW: inference_pb.ADMISSION_NOW,
+    Admission.QUEUED: inference_pb.ADMISSION_QUEUED,
+    Admission.REFUSED: inference_pb.ADMISSION_REFUSED,
+}
+_PHASES = {
+    "queued": server_pb.Row.PHASE_QUEUED,
+    "restoring": server_pb.Row.PHASE_RESTORING,
+    "prefill": server_pb.Row.PHASE_PREFILL,
+    "decode": server_pb.Row.PHASE_DECODE,
+    "saving": server_pb.Row.PHASE_SAVING,
+}
+_WHY_GONE = {
+    WhyGone.DELETED: snapshot_pb.GONE_REASON_DELETED,
+    WhyGone.ROLLED_BACK: snapshot_pb.GONE_REASON_ROLLED_BACK,
+    WhyGone.EXPIRED: snapshot_pb.GONE_REASON_EXPIRED,
+    WhyGone.UNLISTED: snapshot_pb.GONE_REASON_UNLISTED,
 }
 
 _CHANNELS = {
@@ -150,6 +179,7 @@ def write_usage(usage: Usage) -> pb.Usage:
         cached_tokens=usage.cached_tokens,
         recomputed_tokens=usage.recomputed_tokens,
         new_tokens=usage.new_tokens,
+        image_tokens=usage.image_tokens,
         completion_tokens=usage.completion_tokens,
         memory_tokens=usage.memory_tokens,
         disk_tokens=usage.disk_tokens,
@@ -170,6 +200,7 @@ def write_snapshot(view: SnapshotView) -> pb.Snapshot:
         token_count=view.token_count,
         checkpointed_tokens=view.checkpointed_tokens,
         prefix_hash=view.prefix_hash,
+        image_spans=[pb.TokenSpan(start=start, end=end) for start, end in view.image_spans],
         residency=_RESIDENCIES[view.residency],
         durable=view.durable,
         expire_time=None if view.expire_time is None else timestamp(view.expire_time),
@@ -181,6 +212,21 @@ def write_snapshot(view: SnapshotView) -> pb.Snapshot:
         instance=view.instance,
         active_uses=view.active_uses,
     )
+
+
+def write_watched(watched: Watched) -> snapshot_pb.WatchSnapshotsResponse:
+    """One message of a WatchSnapshots stream."""
+    message = snapshot_pb.WatchSnapshotsResponse(resume_token=watched.resume_token)
+    match watched.event:
+        case Changed(snapshot):
+            message.changed.CopyFrom(write_snapshot(snapshot))
+        case Gone(name, reason):
+            message.gone.CopyFrom(snapshot_pb.Gone(name=name, reason=_WHY_GONE[reason]))
+        case Synced():
+            message.synced.SetInParent()
+        case Bookmark():
+            message.bookmark.SetInParent()
+    return message
 
 
 def write_created(created: Created) -> inference_pb.CreateSnapshotResponse:
@@ -212,10 +258,34 @@ def write_counted(counted: Counted) -> inference_pb.CountTokensResponse:
     """The reply to CountTokens."""
     return inference_pb.CountTokensResponse(
         total_tokens=counted.total_tokens,
+        image_tokens=counted.image_tokens,
         cached_tokens=counted.cached_tokens,
         remaining_tokens=counted.remaining_tokens,
         token_ids=counted.token_ids,
         text=counted.text,
+        plan=None if counted.plan is None else _plan(counted.plan),
+    )
+
+
+def _plan(plan: PlanView) -> inference_pb.Plan:
+    def measured(seconds: float | None) -> duration_pb2.Duration | None:
+        return None if seconds is None else duration(seconds)
+
+    return inference_pb.Plan(
+        memory_tokens=plan.memory_tokens,
+        disk_tokens=plan.disk_tokens,
+        recomputed_tokens=plan.recomputed_tokens,
+        new_tokens=plan.new_tokens,
+        miss_reason=_MISS_REASONS[plan.miss_reason],
+        disk_bytes=plan.disk_bytes,
+        memory_bytes=plan.memory_bytes,
+        predicted_load=measured(plan.load_seconds),
+        predicted_prefill=measured(plan.prefill_seconds),
+        predicted_ttft=measured(plan.ttft_seconds),
+        admission=_ADMISSIONS[plan.forecast.admission],
+        reason=plan.forecast.reason,
+        need_bytes=plan.forecast.need_bytes,
+        free_bytes=plan.forecast.free_bytes,
     )
 
 
@@ -230,6 +300,7 @@ def write_model(view: ModelView) -> server_pb.Model:
         context_tokens=view.context_tokens,
         vocab_size=view.vocab_size,
         eos_token_ids=view.eos_token_ids,
+        vision=view.vision,
         trimmable=view.trimmable,
         bytes_per_token=view.bytes_per_token,
         default_sampling=defaults if ready else None,
@@ -252,12 +323,16 @@ def write_server(view: ServerView) -> server_pb.GetServerInfoResponse:
 def _limits(limits: LimitsView) -> server_pb.Limits:
     return server_pb.Limits(
         max_request_bytes=limits.max_request_bytes,
+        max_image_bytes=limits.max_image_bytes,
+        max_images=limits.max_images,
+        max_image_pixels=limits.max_image_pixels,
         max_fork_branches=limits.max_fork_branches,
         max_queue=limits.max_queue,
         max_batch=limits.max_batch,
         max_snapshots=limits.max_snapshots,
         max_pinned=limits.max_pinned,
         max_ttl=duration(limits.max_ttl),
+        max_watches=limits.max_watches,
     )
 
 
@@ -292,6 +367,31 @@ def write_stats(view: StatsView) -> server_pb.CacheStats:
         write_errors=view.write_errors,
         writes_paused=view.writes_paused,
         last_write_error=view.last_write_error[:_ERROR_CHARS],
+        restoring_rows=view.restoring_rows,
+        prefilling_rows=view.prefilling_rows,
+        decoding_rows=view.decoding_rows,
+        saving_rows=view.saving_rows,
+        completion_tokens=view.completion_tokens,
+        active_bytes=view.active_bytes,
+        active_limit_bytes=view.active_limit_bytes,
+        evictions_by_tier=view.evictions_by_tier,
+        images_encoded=view.images_encoded,
+        image_bytes=view.image_bytes,
+        image_limit_bytes=view.image_limit_bytes,
+    )
+
+
+def write_row(view: RowView) -> server_pb.Row:
+    """A sequence under way."""
+    return server_pb.Row(
+        generation=view.generation,
+        phase=_PHASES[view.phase],
+        parent=view.parent,
+        prompt_tokens=view.prompt_tokens,
+        done_tokens=view.done_tokens,
+        completion_tokens=view.completion_tokens,
+        age=duration(max(0.0, view.age)),
+        priority=view.priority,
     )
 
 

@@ -16,6 +16,7 @@ from service.rpc.fields import Fields, quoted
 from service.rpc.paging import Place, decode_place, page_size
 
 MAX_EXTENDED = 1000  # the contract's
+MAX_RESUME_TOKEN = 200  # ours have 32 characters
 
 CHANGEABLE = ("labels", "expire_time", "ttl", "pinned")
 
@@ -57,6 +58,16 @@ def read_list_snapshots(request: snapshot_pb.ListSnapshotsRequest, owner: str) -
     listing = ["snapshots", owner, labels, parent]
     after = decode_place(request.page_token, listing)
     return Page(size=size, after=after, listing=listing, labels=labels, parent=parent)
+
+
+def read_watch(request: snapshot_pb.WatchSnapshotsRequest) -> dict[str, str]:
+    """The labels to watch for."""
+    fields = Fields()
+    labels = dict(fields.labels("labels", request.labels))
+    if len(request.resume_token) > MAX_RESUME_TOKEN:
+        fields.wrong("resume_token", "is no resume token of this server")
+    fields.check()
+    return labels
 
 
 def read_list_models(request: server_pb.ListModelsRequest) -> Page:

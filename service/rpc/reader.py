@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc.aio
 
+from service.core_api import Observer
 from service.errors import SlowReader
 from service.events import Event
 
@@ -24,11 +25,17 @@ class Reader:
     """
 
     def __init__(
-        self, context: grpc.aio.ServicerContext[Any, Any], events: AsyncGenerator[Event, None], *, patience: float
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        events: AsyncGenerator[Event, None],
+        *,
+        patience: float,
+        observer: Observer,
     ) -> None:
         self._context = context
         self._events = events
         self._patience = patience
+        self._observer = observer
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Reader:
@@ -42,16 +49,26 @@ class Reader:
 
         Raises SlowReader if it took too long, and CancelledError if the reader went away meanwhile.
         """
-        timer = asyncio.get_running_loop().call_later(self._patience, self._give_up)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        timer = loop.call_later(self._patience, self._give_up)
         try:
-            await self._context.write(message)
-        except grpc.aio.InternalError:  # gRPC's word for a call that ended under a write; the cancel comes after it
-            raise asyncio.CancelledError("the reader is gone") from None
+            await written(self._context, message)
         finally:
             timer.cancel()
+            self._observer.waited(loop.time() - began)
         if self._closing is not None:
+            self._observer.gave_up()
             text = f"the stream was not read for {self._patience:g} s"
             raise SlowReader(text, hint="read faster, or ask for larger deltas")
 
     def _give_up(self) -> None:
         self._closing = asyncio.ensure_future(self._events.aclose())
+
+
+async def written(context: grpc.aio.ServicerContext[Any, Any], message: object) -> None:
+    """Writes one message. Raises CancelledError if the reader went away meanwhile."""
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:  # gRPC's word for a call that ended under a write; the cancel comes after it
+        raise asyncio.CancelledError("the reader is gone") from None

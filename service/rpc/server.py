@@ -4,6 +4,7 @@
     first SIGTERM or SIGINT: health NOT_SERVING; new work is refused while the server still listens, so that Get, List
         and StopGeneration work and refusals carry a status; running generations end and deliver; the listener closes
     second signal: the process ends at once
+    SIGHUP: certificates and tokens are read again
 
 One asyncio loop, the caller's. Knows the rest of the server through `Inference` alone.
 """
@@ -24,6 +25,9 @@ from kvfork.v1 import inference_service_pb2_grpc, server_service_pb2_grpc, snaps
 from service.config import Config
 from service.core_api import Inference
 from service.rpc import health as health_rpc
+from service.rpc.access import Access
+from service.rpc.counting import CountingInterceptor
+from service.rpc.door import Door
 from service.rpc.health import HealthServicer
 from service.rpc.inference import InferenceServicer
 from service.rpc.interceptor import ErrorInterceptor
@@ -38,6 +42,7 @@ EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 3
 
 MAX_SEND_BYTES = 16 * 2**20
+MAX_STREAMS = 200  # of one connection: more calls wait at the client; fewer than an owner may have by default
 HEALTH_EVERY = 0.25  # seconds: a probe's period is 1 s or more
 LINGER = 0.5  # seconds of listening after health has turned, for those who look before they call
 GRACE = 5.0  # seconds for what is written to reach slow readers
@@ -59,19 +64,38 @@ def options(config: Config) -> list[tuple[str, int]]:
         # Nothing else notices a peer that vanished without a word.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
+        # Two pings too early are forgiven; the third ends the connection.
+        ("grpc.http2.max_ping_strikes", 2),
+        # Known or not; the default is no limit.
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        # Each takes a file descriptor, of which the store needs some too.
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # From connecting to the first frame of HTTP/2; the default is two minutes.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_connection_idle_ms", 900_000),
+        # Above the first, refused now and then; above the second, always.
+        ("grpc.max_metadata_size", 8 * 1024),
+        ("grpc.absolute_max_metadata_size", 16 * 1024),
     ]
 
 
 class RpcServer:
     """One listening server over one core. `start`, then `drain`, then `stop`."""
 
-    def __init__(self, core: Inference, config: Config) -> None:
+    def __init__(self, core: Inference, config: Config, access: Access | None = None) -> None:
+        """`access`: certificates and tokens that were read already. Raises AccessUnusable if it has to read them."""
         self._core = core
         self._config = config
+        self._access = access or Access(config)
+        self._look = asyncio.Event()
         self._health = HealthServicer()
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options(config))
+        door = Door(self._access.authenticator, max_calls=config.max_owner_calls, patience=config.request_seconds)
+        self._server = grpc.aio.server(
+            interceptors=[door, CountingInterceptor(core.observer), ErrorInterceptor(core.server().instance)],
+            options=options(config),
+        )
         self._socket = UnixSocket(config.unix_socket) if config.unix_socket is not None else None
-        self._watchdog: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         inference = InferenceServicer(core, write_stall=config.write_stall_seconds)
         servicers: list[tuple[Callable[..., None], object]] = [  # grpc generates these without types
             (inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
@@ -81,21 +105,26 @@ class RpcServer:
         ]
         for add, servicer in servicers:
             add(servicer, self._server)
-        add_reflection(self._server, SERVICES)
+        if config.reflects:
+            add_reflection(self._server, SERVICES)
 
     async def start(self) -> list[str]:
         """Binds and serves; returns the addresses that clients can use. Raises CannotListen, having bound nothing."""
         addresses = []
         try:
             if self._config.address:
-                addresses.append(bind_tcp(self._server, self._config.address))
+                tls = self._access.tls
+                addresses.append(bind_tcp(self._server, self._config.address, tls.credentials() if tls else None))
             if self._socket is not None:
                 addresses.append(self._socket.bind(self._server))
         except CannotListen:
             await self._server.stop(None)
             raise
         self._health.update(health_rpc.observe(self._core))
-        self._watchdog = asyncio.create_task(health_rpc.follow(self._core, self._health, every=HEALTH_EVERY))
+        self._background = [
+            asyncio.create_task(health_rpc.follow(self._core, self._health, every=HEALTH_EVERY)),
+            asyncio.create_task(self._access.follow(self._look)),
+        ]
         await self._server.start()
         return addresses
 
@@ -109,12 +138,17 @@ class RpcServer:
     async def stop(self, grace: float | None = GRACE) -> None:
         """Closes the listener; what is still open after `grace` seconds is cancelled."""
         self._health.close()
+        self._core.end_watches()
         await self._server.stop(grace)
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        for task in self._background:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._watchdog
+                await task
         self.remove_socket()
+
+    def look_again(self) -> None:
+        """Reads certificates and tokens again."""
+        self._look.set()
 
     def remove_socket(self) -> None:
         """Removes the socket file, if there is one of ours."""
@@ -122,10 +156,15 @@ class RpcServer:
             self._socket.remove()
 
 
-async def serve(core: Inference, config: Config, *, ready: Callable[[Sequence[str]], None]) -> int:
-    """Serves until a signal says stop; `ready` hears the addresses. Returns the process's exit code."""
+async def serve(
+    core: Inference, config: Config, *, ready: Callable[[Sequence[str]], None], access: Access | None = None
+) -> int:
+    """Serves until a signal says stop; `ready` hears the addresses. Returns the process's exit code.
+
+    `access` as RpcServer takes it; raises AccessUnusable as it does.
+    """
     stopping = asyncio.Event()
-    server = RpcServer(core, config)
+    server = RpcServer(core, config, access)
 
     def on_signal(number: int) -> None:
         if stopping.is_set():
@@ -142,6 +181,7 @@ async def serve(core: Inference, config: Config, *, ready: Callable[[Sequence[st
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(signal.SIGHUP, server.look_again)
     grace: float | None = None  # cancelled or failing: nothing to wait for
     try:
         ready(addresses)
@@ -150,6 +190,6 @@ async def serve(core: Inference, config: Config, *, ready: Callable[[Sequence[st
         grace = GRACE
     finally:
         await server.stop(grace)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
     return EXIT_OK

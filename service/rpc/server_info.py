@@ -11,7 +11,10 @@ from kvfork.v1 import server_service_pb2_grpc as pb_grpc
 
 from service.core_api import Inference
 from service.rpc import mapping_out, mapping_snapshots
+from service.rpc.caller import caller_of, is_admin, require_admin
 from service.rpc.paging import encode_place
+
+MOST_ROWS = 256  # the contract's
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -42,10 +45,18 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
 
     async def GetCacheStats(self, request: pb.GetCacheStatsRequest, context: Context) -> pb.GetCacheStatsResponse:
         # Looks at every snapshot: beside the loop, which has health to answer.
-        stats = await asyncio.to_thread(self._core.stats)
-        return pb.GetCacheStatsResponse(stats=mapping_out.write_stats(stats))
+        owner = caller_of(context)
+        if is_admin(context):
+            stats, counted = await asyncio.to_thread(self._core.stats), ""
+        else:
+            stats, counted = await asyncio.to_thread(self._core.owner_stats, owner), owner
+        rows = self._core.rows(owner)[:MOST_ROWS]
+        return pb.GetCacheStatsResponse(
+            stats=mapping_out.write_stats(stats), rows=[mapping_out.write_row(row) for row in rows], owner=counted
+        )
 
     async def TrimCache(self, request: pb.TrimCacheRequest, context: Context) -> pb.TrimCacheResponse:
+        require_admin(context, "TrimCache")
         stats = await self._core.trim_cache(
             memory_bytes=request.memory_bytes if request.HasField("memory_bytes") else None,
             disk_bytes=request.disk_bytes if request.HasField("disk_bytes") else None,

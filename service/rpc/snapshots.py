@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, cast
 
 import grpc.aio
 from kvfork.v1 import snapshot_service_pb2 as pb
 from kvfork.v1 import snapshot_service_pb2_grpc as pb_grpc
 
 from service.core_api import Inference
-from service.errors import Unsupported
+from service.events import Watched
 from service.rpc import mapping_out, mapping_snapshots
 from service.rpc.caller import caller_of
 from service.rpc.paging import encode_place
+from service.rpc.reader import written
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -77,4 +80,9 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         return pb.DeleteSnapshotResponse(deleted=deleted)
 
     async def WatchSnapshots(self, request: pb.WatchSnapshotsRequest, context: Context) -> None:
-        raise Unsupported("WatchSnapshots comes in a later version", hint="poll ListSnapshots")
+        """Writes one message per event. A reader that stops is waited for: meanwhile the watch costs nothing."""
+        labels = mapping_snapshots.read_watch(request)
+        watch = self._core.watch_snapshots(caller_of(context), labels, request.resume_token)
+        async with aclosing(cast(AsyncGenerator[Watched, None], watch)) as events:
+            async for watched in events:
+                await written(context, mapping_out.write_watched(watched))

@@ -57,12 +57,21 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     errors.TurnOpen: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TemplateNotAppendable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TemplateMissing: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ImageNotHeld: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ImageMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ConstraintFailed: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RequestInProgress: grpc.StatusCode.ABORTED,
     errors.RequestIdReused: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PageTokenInvalid: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ImmutableField: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SlowReader: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.WatchOverflow: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.WatchQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.ResumeTokenExpired: grpc.StatusCode.OUT_OF_RANGE,
+    errors.SlowSender: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.AdminRequired: grpc.StatusCode.PERMISSION_DENIED,
+    errors.CallQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Internal: grpc.StatusCode.INTERNAL,
     errors.RowFailed: grpc.StatusCode.INTERNAL,
 }
@@ -72,10 +81,18 @@ _RETRY_SECONDS: dict[type[CallError], float] = {
     errors.ModelLoading: 2.0,
     errors.Draining: 5.0,  # for another instance, or this one's successor
     errors.QueueFull: 1.0,
+    errors.CallQuota: 1.0,
 }
 
 # Limits per caller or per server: these carry a QuotaFailure. ForkMemory and SlowReader are no quota.
-_QUOTAS = (errors.QueueFull, errors.SnapshotQuota, errors.StoreFull)
+_QUOTAS = (
+    errors.QueueFull,
+    errors.CallQuota,
+    errors.SnapshotQuota,
+    errors.StoreFull,
+    errors.WatchQuota,
+    errors.ImageMemory,
+)
 
 
 def code_of(error: CallError) -> grpc.StatusCode:

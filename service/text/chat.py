@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from service.errors import InvalidField, TurnOpen
 from service.request import ChatInput, Role
-from service.text.splice import Spliced, splice, to_turns
+from service.text.splice import Images, Spliced, splice, to_turns
 from service.text.template import Renderer, Sentinels, TemplateShape, Turn, learn, not_appendable
 from service.text.tokens import TextCodec
 from service.text.turns import OPEN_HINT, Closed, Open, locate
@@ -31,23 +31,31 @@ class Rendered:
 
 
 def render(
-    codec: TextCodec, chat: ChatInput, *, ends: Collection[int] | None = None, at: str = "input.chat"
+    codec: TextCodec,
+    chat: ChatInput,
+    *,
+    ends: Collection[int] | None = None,
+    at: str = "input.chat",
+    images: Images | None = None,
 ) -> Rendered:
     """A whole conversation. `ends`: message counts whose ends are wanted (None: all); each costs a rendering.
+
+    `images`: what stands for the images of its messages.
 
     Special tokens' own texts in a message become those tokens, as the template's do: escape them where that matters.
     TemplateMissing; InvalidField at `at` with what the template says.
     """
     renderer = Renderer(codec, chat.template_vars, at)
-    turns, placeholders = to_turns(chat)
-    whole = renderer(turns, generation_prompt=chat.add_generation_prompt)
+    turns, placeholders = to_turns(chat, images)
+    whole = placeholders.place_images(renderer(turns, generation_prompt=chat.add_generation_prompt))
     placeholders.require_all(whole, at)
     if _drops_last(renderer, turns):
         text = "the template writes a system message only together with the turn after it: send both"
         raise InvalidField.at(f"{at}.messages[{len(turns) - 1}]", text)
 
     def prefix(count: int) -> str | None:
-        return None if _drops_last(renderer, turns[:count]) else renderer.attempt(turns[:count])
+        text = None if _drops_last(renderer, turns[:count]) else renderer.attempt(turns[:count])
+        return None if text is None else placeholders.place_images(text)
 
     wanted = [prefix(n) if ends is None or n in ends else None for n in range(1, len(turns) + 1)]
     return _rendered(splice(codec, whole, placeholders), wanted)
@@ -60,6 +68,7 @@ def append(
     *,
     ends: Collection[int] | None = None,
     at: str = "input.chat",
+    images: Images | None = None,
 ) -> Rendered:
     """The tokens that `chat`'s turns add behind `context`; `ends` counts the new messages.
 
@@ -68,7 +77,7 @@ def append(
     TurnOpen if anything else would come into an open turn; TemplateNotAppendable; TemplateMissing; InvalidField.
     """
     renderer = Renderer(codec, chat.template_vars, at)
-    turns, placeholders = to_turns(chat)
+    turns, placeholders = to_turns(chat, images)
     if not turns:
         raise InvalidField.at(f"{at}.messages", "must not be empty")
     shape = learn(renderer, Sentinels.apart_from([turn.content for turn in turns], chat.template_vars))
@@ -76,12 +85,12 @@ def append(
     growth = (
         _continued(renderer, shape, place, turns) if isinstance(place, Open) else _begun(renderer, shape, place, turns)
     )
-    whole = growth.text(len(turns), generation_prompt=chat.add_generation_prompt)
+    whole = placeholders.place_images(growth.text(len(turns), generation_prompt=chat.add_generation_prompt))
     placeholders.require_all(whole, at)
 
     def prefix(count: int) -> str | None:
         try:
-            return growth.text(count)
+            return placeholders.place_images(growth.text(count))
         except InvalidField:  # the template takes no conversation that ends here
             return None
 
@@ -121,6 +130,9 @@ class _Growth:
 def _continued(renderer: Renderer, shape: TemplateShape, place: Open, turns: tuple[Turn, ...]) -> _Growth:
     if turns[0].role is not Role.ASSISTANT:
         raise TurnOpen("the context ends inside an assistant turn", hint=OPEN_HINT)
+    if turns[0].images:
+        text = "an image cannot continue the turn that the model has begun: close that first, or append raw parts"
+        raise InvalidField.at(f"{renderer.at}.messages[0]", text)
     content = turns[0].content
     closes_itself = place.completion.strip() and place.completion.strip() in content
     said = content if closes_itself else place.completion + content
@@ -167,7 +179,7 @@ def _drops_last(renderer: Renderer, turns: Sequence[Turn]) -> bool:
     last = turns[-1]
     if last.role is not Role.SYSTEM or not last.content.strip():
         return False
-    other = Turn(Role.SYSTEM, last.content + Sentinels.apart_from(last.content).system)
+    other = Turn(Role.SYSTEM, last.content + Sentinels.apart_from(last.content).system, last.images)
     return renderer.attempt(turns) == renderer.attempt([*turns[:-1], other])
 
 

@@ -30,10 +30,25 @@ _EMPTY_REASONING = re.compile(r"\s*<([^<>/]+)>\s*</\1>\s*")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message as templates see it: one text, in which placeholders stand for token runs."""
+    """A message as templates see it: one text, in which placeholders stand for token runs and for `images`."""
 
     role: Role
     content: str
+    images: tuple[str, ...] = ()
+
+    def message(self, *, as_parts: bool) -> dict[str, object]:
+        """As a template takes it: with images a list of parts, as the makers of vision models have it."""
+        if not self.images and not as_parts:
+            return {"role": self.role.value, "content": self.content}
+        parts: list[dict[str, str]] = []
+        rest = self.content
+        for image in self.images:
+            text, _, rest = rest.partition(image)
+            parts += [{"type": "text", "text": text}] if text else []
+            parts.append({"type": "image"})
+        if rest or not parts:
+            parts.append({"type": "text", "text": rest})
+        return {"role": self.role.value, "content": parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +63,7 @@ class Renderer:
         """The rendered text; TemplateMissing, or InvalidField with what the template says."""
         if not self.codec.has_template:
             raise TemplateMissing("the model has no chat template", hint="send raw parts instead of chat messages")
-        messages = [{"role": turn.role.value, "content": turn.content} for turn in turns]
+        messages = [turn.message(as_parts=self.codec.wants_parts) for turn in turns]
         try:
             return self.codec.render_template(messages, self.variables, generation_prompt=generation_prompt)
         except Exception as error:  # the template is a foreign program and its input is the caller's

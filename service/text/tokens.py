@@ -16,8 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvcache.media import IMAGE
 from service.errors import InvalidField
-from service.request import RawInput, TextPart
+from service.request import RawInput, TextPart, TokenPart
 
 Span = tuple[int, int]
 
@@ -126,7 +127,8 @@ class TextCodec:
     def encode_raw(self, raw: RawInput, *, with_parent: bool) -> list[int]:
         """Parts joined as they are: neighbouring texts are one text, token runs are taken verbatim.
 
-        Ids are not checked against `vocab_size`. InvalidField for `add_special_tokens` with a parent.
+        Images must have become token runs. Ids are not checked against `vocab_size`. InvalidField for
+        `add_special_tokens` with a parent.
         """
         if raw.add_special_tokens and with_parent:
             raise InvalidField.at("input.raw.add_special_tokens", "must be false with a parent")
@@ -141,6 +143,7 @@ class TextCodec:
                 ids += self.encode_spans(text, continuing=begun)[0]
                 text, begun = "", True
             if part is not None:
+                assert isinstance(part, TokenPart)
                 ids += part.ids
                 begun = begun or bool(part.ids)
         return [*self._before, *ids, *self._after] if raw.add_special_tokens else ids
@@ -158,6 +161,8 @@ class TextCodec:
         """What `token` adds to the text: often less than a character; empty for an id without a token."""
         known = self._bytes.get(token)
         if known is None:
+            if token >= IMAGE:  # no text, and too many to remember
+                return b""
             known = self._bytes[token] = self._look_up(token)
         return known
 
@@ -170,7 +175,7 @@ class TextCodec:
         return self.bytes_of(tokens).decode(errors="replace")
 
     def render_template(
-        self, turns: Sequence[Mapping[str, str]], variables: Mapping[str, object], *, generation_prompt: bool
+        self, turns: Sequence[Mapping[str, object]], variables: Mapping[str, object], *, generation_prompt: bool
     ) -> str:
         """The model's own chat template over `turns`. Raises whatever the template raises, ValueError for a variable
         that would steer the renderer instead of the template."""
@@ -182,6 +187,18 @@ class TextCodec:
         if not isinstance(rendered, str):
             raise TypeError("the template gave no text")
         return rendered
+
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether the template takes a message's content as a list of parts only, and loses a plain text."""
+        probe = "kvforkprobe"
+        return not self._shows(probe, probe) and self._shows([{"type": "text", "text": probe}], probe)
+
+    def _shows(self, content: object, probe: str) -> bool:
+        try:
+            return probe in self.render_template([{"role": "user", "content": content}], {}, generation_prompt=False)
+        except Exception:  # a foreign program may refuse this in any way; the real turns will say why
+            return False
 
     def _look_up(self, token: int) -> bytes:
         added = self._added.get(token)

@@ -24,6 +24,7 @@ BENCHES = {
     "step": "where a decode step's time goes, beside reading every weight once (gemma3)",
     "batch": "how decoding four rows together differs from one alone (gemma3 and every tiny model)",
     "store": "the record store against plain files",
+    "health": "how long a health check takes while the server is full (smollm2)",
     "rpc": "what a token and a first token cost beyond the engine (tiny-llama)",
 }
 

@@ -134,7 +134,7 @@ def _at_once(count: int, length: int) -> None:
         build_tiny("bench-window-heavy", folder)
         with Server(str(folder)) as probe:
             per_token = probe.get_model().bytes_per_token  # of the global layers
-        budget = max(4 * MIB, length * per_token)
+        budget = length * per_token
         flags = ("--memory-bytes", str(budget), "--disk-bytes", "4GiB", "--max-batch", str(count))
         server = stack.enter_context(Server(str(folder), *flags, program=TIMED))
         vocab = server.get_model().vocab_size

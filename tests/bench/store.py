@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvfork.v1.server_service_pb2 import CacheStats
+
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Keep, PrefixCache
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
@@ -265,7 +267,7 @@ def _decoding(options: Options, quiet: Quiet) -> None:
                 servers[how].delete(reply.snapshot)
                 speeds[how].append((len(reply.times) - 1) / (reply.times[-1] - reply.times[0]))
             note(f"  decode with checkpoints {speeds['through'][-1]:.2f}, without {speeds['off'][-1]:.2f} tokens/s")
-        written = servers["through"].stats().checkpoints_written
+        written = _when_written(servers["through"]).checkpoints_written
         assert written and not servers["off"].stats().checkpoints_written
     ratios = [on / off for on, off in zip(speeds["through"], speeds["off"], strict=True)]
     emit(
@@ -282,6 +284,14 @@ def _decoding(options: Options, quiet: Quiet) -> None:
         ),
         others=others.cores(),
     )
+
+
+def _when_written(server: Server) -> CacheStats:
+    """What the store counts once nothing waits for the disk any more."""
+    until = time.monotonic() + 60
+    while (stats := server.stats()).pending_bytes and time.monotonic() < until:
+        time.sleep(0.05)
+    return stats
 
 
 def _filled(tokens: int) -> PrefixCache:

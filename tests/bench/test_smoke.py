@@ -49,6 +49,7 @@ PROMISED = {
         "store.memory_per_1000_snapshots_mib",
         "store.decode_on_over_off",
     },
+    "health": {"health.check_p99_ms"},
     "rpc": {"rpc.overhead_per_token_us", "rpc.ttft_overhead_ms"},
 }
 

@@ -165,6 +165,20 @@ class Peer:
         more = str(start + size) if start + size < len(fits) else ""
         return snap.ListSnapshotsResponse(snapshots=fits[start : start + size], next_page_token=more)
 
+    def WatchSnapshots(self, request: Any, context: Any) -> Any:
+        """What there is, or with a token nothing; then one of each; then no more until the call ends."""
+        ended = threading.Event()
+        context.add_callback(lambda: (self.ended.append("watch"), ended.set()))
+        if not request.resume_token:
+            for one in list(self.snapshots.values()):
+                yield snap.WatchSnapshotsResponse(changed=one)
+        yield snap.WatchSnapshotsResponse(synced=snap.Synced(), resume_token="t1")
+        yield snap.WatchSnapshotsResponse(bookmark=snap.Bookmark(), resume_token="t2")
+        yield snap.WatchSnapshotsResponse(resume_token="t3")  # a kind that is not known yet
+        gone = snap.Gone(name="snapshots/old-0001", reason=snap.GONE_REASON_EXPIRED)
+        yield snap.WatchSnapshotsResponse(gone=gone, resume_token="t4")
+        ended.wait(10)
+
     def UpdateSnapshot(self, request: Any, context: Any) -> Any:
         self.content(request.snapshot.name, context)
         mine = self.snapshots[request.snapshot.name]

@@ -18,7 +18,7 @@ from contract_peer import Peer, refuse
 from kvfork.v1 import inference_service_pb2 as inf
 from kvfork.v1 import types_pb2 as types
 from kvfork_client import Client
-from test_cli_talk import parse
+from test_cli_talk import parse, until_said
 
 from service.cli.conversation import Conversation, NothingSaid
 
@@ -271,9 +271,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(
     peer.hold = threading.Event()
 
     def press() -> None:
-        while not peer.stops:
-            time.sleep(0.01)
-        time.sleep(0.3)  # the answer's first text must have come
+        until_said("f")
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -286,12 +284,19 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(
     assert "(ended by: stopped)" in shown.err
 
 
+def until_main_thread_waits() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+        time.sleep(0.01)
+
+
 def test_ctrl_c_in_the_queue_gives_the_turn_up_and_not_the_chat(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def script(request: Any, context: Any) -> Any:
         if request.input.chat.messages[-1].parts[0].text == "wait":
-            time.sleep(0.3)  # nobody presses Ctrl-C while the call is still being made
+            until_main_thread_waits()  # nobody presses Ctrl-C while the call is still being made
             os.kill(os.getpid(), signal.SIGINT)
             while context.is_active():
                 time.sleep(0.01)

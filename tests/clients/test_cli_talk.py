@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.capture import CaptureIO
 from contract_peer import Peer, refuse
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2 as rpc
@@ -50,6 +51,72 @@ def kvfork(peer: Peer) -> Kvfork:
 
 def lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_watch_prints_a_line_for_each_event(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001", pinned=True, labels={"k": "v"}))
+    # The server's deadline is the only end that a watch has here.
+    assert kvfork("snapshots", "watch", "--timeout", "1") == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "+ snapshots/plan-0001  3 tokens memory pinned k=v",
+        "= all of the above was there; what follows is news",
+        "- snapshots/old-0001  expired",
+    ]
+    assert err.startswith("error: ")
+    assert kvfork("snapshots", "watch", "--timeout", "1", "--json", "--resume", "t0", "--label", "k=v") == 1
+    out, _ = capsys.readouterr()
+    assert lines(out) == [
+        {"synced": True, "resume_token": "t1"},
+        {"gone": "snapshots/old-0001", "reason": "expired", "resume_token": "t4"},
+    ]
+    request = peer.requests("WatchSnapshots")[-1]
+    assert (request.resume_token, dict(request.labels)) == ("t0", {"k": "v"})
+
+
+def test_plan_says_what_a_call_would_cost(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: Any, context: Any) -> Any:
+        plan = inf.Plan(memory_tokens=256, disk_tokens=256, recomputed_tokens=40, new_tokens=60, memory_bytes=2048)
+        plan.miss_reason, plan.disk_bytes, plan.need_bytes, plan.free_bytes = 2, 1024, 5 << 20, 1 << 20
+        plan.predicted_prefill.FromMilliseconds(1250)
+        refused = request.plan.branches > 2
+        plan.admission = inf.ADMISSION_REFUSED if refused else inf.ADMISSION_QUEUED
+        plan.reason = "QUEUE_FULL" if refused else "ROWS_BUSY"
+        return inf.CountTokensResponse(total_tokens=612, cached_tokens=512, plan=plan)
+
+    peer.scripts["CountTokens"] = script
+    assert kvfork("plan", "hello", "--parent", "plan-0001", "--branches", "2", "--max-tokens", "9") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "tokens      612",
+        "restored    512 (disk 256, memory 256)",
+        "recomputed  40 (evicted)",
+        "new         60",
+        "to read     2.0 KiB from memory, 1.0 KiB from disk: not measured yet",
+        "to compute  100 tokens: about 1.25 s",
+        "TTFT        not measured yet, were nothing else running",
+        "2 branches  queued (rows busy)",
+        "memory      5.0 MiB of working state, 1.0 MiB free",
+    ]
+    request = peer.requests("CountTokens")[-1]
+    assert (request.parent, request.plan.branches, request.plan.max_tokens) == ("snapshots/plan-0001", 2, 9)
+    assert kvfork("plan", "--parent", "plan-0001", "--branches", "3", "--json") == 1, "refused is a failure for scripts"
+    (line,) = lines(capsys.readouterr().out)
+    assert (line["plan"]["admission"], line["plan"]["load"], line["plan"]["prefill"]) == ("refused", None, 1.25)
+    assert kvfork("plan") == 2
+
+
+def test_health_is_an_exit_code(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvfork("health") == 0
+    assert kvfork("health", "InferenceService") == 1
+    assert capsys.readouterr().out == "serving\nnot serving\n"
+    assert kvfork("health", "NoSuchService") == 1
+
+
+def until_said(text: str) -> None:
+    """Waits until a command has printed `text`; for tests that capture with capsys."""
+    assert isinstance(sys.stdout, CaptureIO)
+    while text not in sys.stdout.getvalue():
+        time.sleep(0.01)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
@@ -183,9 +250,7 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     peer.hold = threading.Event()
 
     def press() -> None:
-        while not peer.stops:
-            time.sleep(0.01)
-        time.sleep(0.3)  # the answer's first text must have come
+        until_said("f")
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -200,16 +265,14 @@ def test_ctrl_c_ends_a_generation_cleanly_and_keeps_its_text(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork) -> None:
+def test_a_second_ctrl_c_gives_up(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
     peer.hold = threading.Event()
     peer.scripts["StopGeneration"] = lambda request, context: inf.StopGenerationResponse(
         was_running=True
     )  # and goes on
 
     def press() -> None:
-        while not peer.stops:
-            time.sleep(0.01)
-        time.sleep(0.3)  # the answer's first text must have come
+        until_said("f")
         os.kill(os.getpid(), signal.SIGINT)
         while not peer.requests("StopGeneration"):
             time.sleep(0.01)

@@ -39,12 +39,20 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_a_token_does_not_cross_a_network_in_the_clear() -> None:
-    with pytest.raises(ValueError, match="without TLS"):
-        endpoint("example.org:1", token="secret", tls=None, retry=True)
-    trusted = endpoint("example.org:1", token="secret", tls=False, retry=True)
+    for clear in (None, False):
+        with pytest.raises(ValueError, match="without TLS"):
+            endpoint("example.org:1", token="secret", tls=clear, retry=True)
     secure = endpoint("example.org:1", token="secret", tls=True, retry=True)
-    assert (trusted.tls, secure.tls) == (None, Tls())
-    assert trusted.metadata == secure.metadata == (("authorization", "Bearer secret"),)
+    local = endpoint("127.0.0.1:1", token="secret", tls=None, retry=True)
+    assert (secure.tls, local.tls) == (Tls(), None)
+    assert secure.metadata == local.metadata == (("authorization", "Bearer secret"),)
+
+
+@pytest.mark.parametrize("token", ["secret\n", "two words", "päss", "a\x00b"])
+def test_a_token_that_no_header_can_carry_is_refused_before_it_is_sent(token: str) -> None:
+    with pytest.raises(ValueError, match="printable ASCII") as caught:
+        endpoint("127.0.0.1:1", token=token, tls=None, retry=True)
+    assert token not in str(caught.value)
 
 
 def test_the_token_goes_with_every_call(peer: Peer, flavour: Flavour) -> None:

@@ -17,6 +17,12 @@ from kvfork_client.status import DETAILS_KEY, error_class, from_status
 # (status code, reason, class, facts in ErrorInfo). Reasons without a class of their own get their code's.
 ROWS: list[tuple[str, str, type[e.KVForkError], dict[str, str]]] = [
     ("UNAUTHENTICATED", "UNAUTHENTICATED", e.Unauthenticated, {}),
+    ("UNAVAILABLE", "TLS_FAILED", e.TlsFailed, {}),
+    ("UNAUTHENTICATED", "TOKEN_MISSING", e.TokenMissing, {}),
+    ("UNAUTHENTICATED", "TOKEN_UNKNOWN", e.TokenUnknown, {}),
+    ("UNAUTHENTICATED", "CERTIFICATE_UNUSABLE", e.CertificateUnusable, {}),
+    ("RESOURCE_EXHAUSTED", "CALL_QUOTA", e.CallQuota, {"limit": "256"}),
+    ("RESOURCE_EXHAUSTED", "SLOW_SENDER", e.SlowSender, {}),
     ("PERMISSION_DENIED", "ADMIN_REQUIRED", e.AdminRequired, {}),
     ("PERMISSION_DENIED", "", e.PermissionDenied, {}),
     ("INVALID_ARGUMENT", "INVALID_FIELD", e.InvalidArgument, {}),
@@ -68,6 +74,8 @@ ROWS: list[tuple[str, str, type[e.KVForkError], dict[str, str]]] = [
     ("ABORTED", "", e.Aborted, {}),
     ("INVALID_ARGUMENT", "REQUEST_ID_REUSED", e.RequestIdReused, {}),
     ("RESOURCE_EXHAUSTED", "ACTIVE_MEMORY", e.ActiveMemory, {"needBytes": "9", "limitBytes": "1"}),
+    ("RESOURCE_EXHAUSTED", "WATCH_QUOTA", e.WatchQuota, {"limit": "16"}),
+    ("RESOURCE_EXHAUSTED", "IMAGE_MEMORY", e.ImageMemory, {"needBytes": "9", "limitBytes": "1"}),
     ("RESOURCE_EXHAUSTED", "FORK_MEMORY", e.ForkMemory, {"needBytes": "9", "freeBytes": "1"}),
     ("OUT_OF_RANGE", "ROLLBACK_BEYOND_END", e.RollbackBeyondEnd, {"tokenCount": "12"}),
     ("OUT_OF_RANGE", "", e.OutOfRange, {}),
@@ -173,7 +181,13 @@ def test_the_servers_table_and_this_one_agree() -> None:
     """The two are kept apart on purpose: a client knows no server code. This keeps them one."""
     from service.rpc.status import CODES
 
-    general = {"INTERNAL", "INVALID_FIELD", "UNSUPPORTED", "ROW_FAILED"}  # the class of the code says it all
+    general = {
+        "INTERNAL",
+        "INVALID_FIELD",
+        "UNSUPPORTED",
+        "ROW_FAILED",
+        "UNAUTHENTICATED",
+    }  # the class of the code says it all
     for error, code in CODES.items():
         found = error_class(code, error.reason)
         assert found.CODE is code, error

@@ -313,7 +313,7 @@ def test_a_stream_that_ends_without_finished_is_an_error(peer: Peer, flavour: Fl
 def test_the_deadline_ends_it_on_both_sides(peer: Peer, flavour: Flavour) -> None:
     peer.hold = threading.Event()
     client = flavour.client(peer.address)
-    generation = flavour.do(client.generate, "x", timeout=0.3)
+    generation = flavour.do(client.generate, "x", timeout=1.0)
     with pytest.raises(DeadlineExceeded):
         flavour.do(generation.result)
     assert peer.wait_ended() == "cancelled"

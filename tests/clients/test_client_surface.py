@@ -20,6 +20,7 @@ PAIRS = [
     (package.Client, package.AsyncClient),
     (package.Snapshot, package.AsyncSnapshot),
     (package.Generation, package.AsyncGeneration),
+    (package.Watch, package.AsyncWatch),
 ]
 # The protocols of the two worlds differ in these.
 RENAMED = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__iter__": "__aiter__", "__next__": "__anext__"}

@@ -31,6 +31,7 @@ VOLATILE = (
     | {"expire_time", "create_time", "last_use_time", "fingerprint", "model_fingerprint", "prefix_hash"}
     | {"residency", "exclusive_bytes", "memory_snapshots", "memory_bytes", "memory_limit_bytes"}
     | {"disk_bytes", "disk_limit_bytes", "text", "rome-how-old", "rome-the-way", "rome-nearby"}
+    | {"resume_token"}
 )
 
 PATIENCE = 240.0  # seconds before a session is given up; never how long it should take

@@ -23,10 +23,9 @@ from typing import Any
 
 DIES = 506  # the engine raises out of its step
 ENDS = 507  # the thread is ended, without an exception that anybody catches
-SLEEPS = 508  # the step takes SLEEP seconds
+SLEEPS = 508  # the step takes until the file that TESTS_RELEASE names is there
 HANGS = 509  # the step never ends
 DIES_AND_STAYS = 510  # the engine raises, and the model cannot be loaded again until UNTIL loads have failed
-SLEEP = 4.0
 FAILED_LOADS = 1
 RELOAD = 1.0  # seconds that every load after the first takes at least, as real models do
 
@@ -39,7 +38,9 @@ def hurting(step: Any, failing: dict[str, int]) -> Any:
         if ENDS in tokens:
             raise SystemExit("as planned")
         if SLEEPS in tokens:
-            time.sleep(SLEEP)
+            release = Path(os.environ["TESTS_RELEASE"])
+            while not release.exists():
+                time.sleep(0.01)
         if HANGS in tokens:
             threading.Event().wait()
         if DIES_AND_STAYS in tokens:

@@ -27,7 +27,7 @@ from kvfork_client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
-KERNELS = Path(tempfile.gettempdir()) / "kvfork-e2e-kernels"
+KERNELS = Path(tempfile.gettempdir()) / "mlx"  # where those of this process are too
 
 PATIENCE = 60.0  # seconds before a test gives up on something that should come; never how long it should take
 
@@ -37,7 +37,8 @@ OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_leng
 class LiveServer:
     """`kvfork serve` as a subprocess, with a temporary directory and a store directory of its own.
 
-    `wait=False` returns without waiting for the model. `inside` serves with a window (`tests.e2e.inside`).
+    `wait=False` returns without waiting for the model. `inside` serves with a window (`tests.e2e.inside`), `module`
+    with another one. `token`: in whose name the test's own calls run, where the flags ask for tokens.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class LiveServer:
         wait: bool = True,
         env: dict[str, str] | None = None,
         inside: bool = False,
+        module: str = "service",
+        token: str = "",
     ) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="kvfork-e2e-")
         self.temp = Path(self._home.name) / "tmp"
         self.store = Path(self._home.name) / "store"
         self.log = Path(self._home.name) / "stderr"
         self._report = Path(self._home.name) / "report"
+        self.release = Path(self._home.name) / "release"
         self.temp.mkdir()
         # Compiled kernels are the same for every server of a model and take seconds to make; they hold nothing else.
         KERNELS.mkdir(exist_ok=True)
@@ -61,7 +65,7 @@ class LiveServer:
         for name in ("KVFORK_CACHE_DIR", "KVFORK_ACCEPT_GEMMA_TERMS"):
             if name in os.environ:
                 clean[name] = os.environ[name]
-        module = "tests.e2e.inside" if inside else "service"
+        module = "tests.e2e.inside" if inside else module
         command = [sys.executable, "-m", module, "serve", "--model", str(model), "--address", "127.0.0.1:0"]
         command += ["--scratch-dir", str(self.store), *flags]
         with self.log.open("w") as log:
@@ -74,8 +78,9 @@ class LiveServer:
                 env={
                     **clean,
                     "TMPDIR": str(self.temp),
-                    "OMP_NUM_THREADS": "2",
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
                     "TESTS_REPORT": str(self._report),
+                    "TESTS_RELEASE": str(self.release),
                     **(env or {}),
                 },
             )
@@ -89,6 +94,8 @@ class LiveServer:
             raise ServerDidNotStart(self.process.returncode, log)
         self.address = line.split()[-1]
         self.channel = grpc.insecure_channel(self.address, options=OPTIONS)
+        if token:
+            self.channel = with_token(self.channel, token)
         self.inference = InferenceServiceStub(self.channel)
         self.snapshots = SnapshotServiceStub(self.channel)
         self.server = ServerServiceStub(self.channel)
@@ -173,6 +180,25 @@ class LiveServer:
         complaints = self.complaints()
         self.close()
         assert not complaints, complaints
+
+
+class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._field = ("authorization", f"Bearer {token}")
+
+    def _shown(self, details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), self._field))
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._shown(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._shown(client_call_details), request)
+
+
+def with_token(channel: grpc.Channel, token: str) -> grpc.Channel:
+    """A channel whose every call shows `token`."""
+    return grpc.intercept_channel(channel, _Bearer(token))
 
 
 pb_loading = server_pb.Model.STATE_LOADING

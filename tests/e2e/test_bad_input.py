@@ -171,13 +171,21 @@ invalid(
     parent=f"snapshots/{ROOT}",
     input=pb.Input(raw=pb.RawInput(parts=[pb.Part(text="x")], add_special_tokens=True)),
 )
-for image in (pb.Image(data=b"\x89PNG"), pb.Image(sha256=bytes(32)), pb.Image()):
+for image in (pb.Image(data=b"\x89PNG"), pb.Image(sha256=bytes(32))):
     invalid(
         f"image by {image.WhichOneof('source')}",
         "input.raw.parts[0].image",
         reason="IMAGE_UNSUPPORTED",
         input=part(image=image),
     )
+invalid("image without a source", "input.raw.parts[0].image", input=part(image=pb.Image()))
+invalid("digest of another length", "input.raw.parts[0].image.sha256", input=part(image=pb.Image(sha256=bytes(31))))
+invalid(
+    "image of a kind that is not taken",
+    "input.raw.parts[0].image.mime_type",
+    reason="IMAGE_UNSUPPORTED",
+    input=part(image=pb.Image(data=b"GIF89a", mime_type="image/gif")),
+)
 OVERFLOW = {"promptTokens": str(CONTEXT), "contextTokens": str(CONTEXT)}
 generate_row(
     "prompt that leaves no room",
@@ -336,7 +344,25 @@ generate_row(
     "DURABILITY_UNSUPPORTED",
     save=pb.SnapshotOptions(durability=pb.DURABILITY_DISK),
 )
-unary("", "WatchSnapshots", snapshot_pb.WatchSnapshotsRequest(), "UNIMPLEMENTED", "UNSUPPORTED")
+for token in ("x", "....", base64.urlsafe_b64encode(bytes(24)).decode(), "é", "A" * 10_000):
+    unary(
+        f"resume token {token[:8]!r}",
+        "WatchSnapshots",
+        snapshot_pb.WatchSnapshotsRequest(resume_token=token),
+        "INVALID_ARGUMENT",
+        "INVALID_FIELD",
+        "resume_token",
+        kinds="BadRequest",
+    )
+unary(
+    "bad label",
+    "WatchSnapshots",
+    snapshot_pb.WatchSnapshotsRequest(labels={"-": "x"}),
+    "INVALID_ARGUMENT",
+    "INVALID_FIELD",
+    "labels['-']",
+    kinds="BadRequest",
+)
 generate_row(
     "recompute over the bound",
     "FAILED_PRECONDITION",

@@ -153,26 +153,15 @@ def test_a_damaged_folder_ends_the_server_with_one_clear_line(folder: Path, name
 
 
 @pytest.mark.parametrize("name", WHILE_LOADING)
-def test_a_model_that_cannot_be_loaded_is_failed_and_calls_say_so(folder: Path, name: str) -> None:
-    WHILE_LOADING[name].do(folder)
+def test_a_model_that_cannot_be_loaded_is_failed_calls_say_so_and_the_log_says_why(folder: Path, name: str) -> None:
+    damage = WHILE_LOADING[name]
+    damage.do(folder)
     server = LiveServer(folder, wait=False)
     try:
         until(lambda: server.model().state == server_pb.Model.STATE_FAILED, what="the load to fail")
         answer = refused(lambda: server.inference.Generate(greedy(raw("Hello"))))
         assert answer.code == "UNAVAILABLE" and "my-model could not be loaded" in answer.text
         assert server.terminate() == 0
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize("name", WHILE_LOADING)
-def test_the_log_says_in_one_line_why_a_model_was_not_loaded(folder: Path, name: str) -> None:
-    damage = WHILE_LOADING[name]
-    damage.do(folder)
-    server = LiveServer(folder, wait=False)
-    try:
-        until(lambda: server.model().state == server_pb.Model.STATE_FAILED, what="the load to fail")
-        server.terminate()
         log = server.log.read_text()
         told = [line for line in log.splitlines() if " ERROR " in line and "my-model" in line]
         assert any(all(word in line for word in damage.says) for line in told), log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -149,12 +148,12 @@ def test_a_model_that_loads_only_at_the_second_try_is_waited_for(hurt: Callable[
 def test_a_step_that_takes_too_long_costs_its_calls_and_no_more(hurt: Callable[..., Hurt]) -> None:
     world = hurt("--watchdog-seconds", "1")
     running = world.running(11)
-    began = time.monotonic()
+    # They do not wait for it: nothing lets it go before they have ended.
     ends = [refused(lambda stream=stream: list(stream)) for stream in (world.hurt(inside.SLEEPS), running)]
-    assert time.monotonic() - began < inside.SLEEP  # they did not wait for it
     assert [(end.code, end.reason) for end in ends] == [("UNAVAILABLE", "ENGINE_DOWN")] * 2
     until(lambda: NOT_SERVING in world.health, what="health to turn")
     assert refused(lambda: generate(world.server, world.question)).reason == "ENGINE_DOWN"
+    world.server.release.touch()
     world.serves_as_before()
     assert world.health == [SERVING, NOT_SERVING, SERVING]
 

@@ -80,13 +80,12 @@ def test_nothing_is_left_after_a_stop() -> None:
 def test_streams_under_way_are_finished_by_a_stop() -> None:
     """Five that decode, one in a long prefill that holds no row yet, one that waits for a row."""
     with LiveServer("tiny-gemma3", "--max-batch", "5") as server:
-        lengths = [40, 40, 40, 40, 20_000, 40, 40]
-        streams = [
-            server.inference.Generate(
-                greedy(raw(prompt_of(length, i)), tokens=ENDLESS, save=pb.SnapshotOptions()), timeout=PATIENCE
-            )
-            for i, length in enumerate(lengths)
-        ]
+        streams = []
+        for lengths in ((40, 40, 40, 40, 20_000), (40, 40)):  # the long one is let in while there is a row
+            for length in lengths:
+                request = greedy(raw(prompt_of(length, len(streams))), tokens=ENDLESS, save=pb.SnapshotOptions())
+                streams.append(server.inference.Generate(request, timeout=PATIENCE))
+            until(lambda: server.stats().active_sequences >= 5, what="the first five")
         until(lambda: (s := server.stats()).active_sequences == 6 and s.queued_calls == 1, what="a full server")
         with ThreadPoolExecutor(7) as pool:
             answers = [pool.submit(answer_of, stream) for stream in streams]

@@ -81,6 +81,11 @@ def update(server: LiveServer, name: str, *mask: str, **values: Any) -> pb.Snaps
     return server.snapshots.UpdateSnapshot(request).snapshot
 
 
+def expire_soon(server: LiveServer, name: str) -> None:
+    """After the use that a test makes of it: however long that took, it was not too late."""
+    update(server, name, "ttl", ttl=ttl(0.3))
+
+
 def seconds(snapshot: pb.Snapshot) -> float:
     """From now to its end."""
     return snapshot.expire_time.seconds + snapshot.expire_time.nanos / 1e9 - time.time()
@@ -90,8 +95,9 @@ def seconds(snapshot: pb.Snapshot) -> float:
 
 
 def test_an_idle_snapshot_expires_and_says_so(empty: LiveServer) -> None:
-    name = create(empty, 20, 1, ttl=ttl(0.5)).snapshot.name
+    name = create(empty, 20, 1, ttl=ttl(1000)).snapshot.name
     assert get(empty, name).name == name
+    expire_soon(empty, name)
     until(lambda: name not in names(empty), what="the end of a snapshot")
     for call in (
         lambda: get(empty, name),
@@ -114,9 +120,10 @@ def test_use_pushes_the_end_out_and_reading_does_not(empty: LiveServer) -> None:
 
 
 def test_a_snapshot_does_not_expire_while_it_is_used(empty: LiveServer) -> None:
-    name = create(empty, 20, 3, ttl=ttl(0.3)).snapshot.name
+    name = create(empty, 20, 3, ttl=ttl(1000)).snapshot.name
     stream = empty.inference.Generate(greedy(raw("x"), parent=name, tokens=ENDLESS), timeout=PATIENCE)
     next(stream)
+    expire_soon(empty, name)
     time.sleep(0.6)
     assert get(empty, name).active_uses == 1
     stream.cancel()
@@ -368,14 +375,15 @@ def test_a_creation_with_a_mark_under_a_taken_id_says_so_and_leaves_nothing(empt
 @pytest.mark.parametrize("how", ["release", "delete", "expire"])
 def test_a_cut_keeps_its_state_when_its_source_goes(llama: LiveServer, how: str) -> None:
     seed = 90 + len(how)
-    life = ttl(0.5) if how == "expire" else ttl(100)
-    root = create(llama, 290, seed, ttl=life).snapshot.name
+    root = create(llama, 290, seed, ttl=ttl(100)).snapshot.name
     release = inference_pb.RELEASE_SOURCE if how == "release" else inference_pb.RELEASE_NONE
     cut = llama.inference.Rollback(
         inference_pb.RollbackRequest(source=root, token_count=280, release=release)
     ).snapshot.name
     if how == "delete":
         delete(llama, root)
+    if how == "expire":
+        expire_soon(llama, root)
     until(lambda: is_gone(llama, root), what="the source to go")
     assert get(llama, cut).residency == pb.RESIDENCY_MEMORY
     usage = generate(llama, greedy(raw([9, 9]), parent=cut, tokens=3)).usage

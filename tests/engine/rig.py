@@ -128,11 +128,11 @@ class Rig:
                 disk_bytes=0 if self._checkpoints.policy is CheckpointPolicy.OFF else 2048 * MIB,
                 queue_bytes=256 * MIB,
                 min_free_bytes=0,
-                policy=self._checkpoints.policy,
+                checkpoints=self._checkpoints,
             )
         )
         store.start()
-        self.cache = PrefixCache(store, facts.layout, facts.fingerprint, checkpoints=self._checkpoints)
+        self.cache = PrefixCache(store, facts.layout, facts.fingerprint)
         self.engine = MlxEngine(model, facts.layout)
         return self.engine, self.cache
 

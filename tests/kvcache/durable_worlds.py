@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiny_worlds import LIMITS, World
 
-from kvcache.cache import Durable, Keep, PrefixCache
+from kvcache.cache import CacheLimits, Durable, Keep, PrefixCache
 from kvcache.errors import StoreError
 from kvcache.keys import KeyRing, OwnerSeal
 from kvcache.layout import CacheLayout
@@ -115,15 +115,16 @@ class DurableWorld(World):
         model: str = "model",
         disk: int = 64_000,
         memory: int = 100_000,
+        queue: int = 100_000,
+        limits: CacheLimits = LIMITS,
         now: float = 1000.0,
+        share_prefixes: bool = False,
     ) -> None:
         self.now = now
         self.storage = storage  # type: ignore[assignment]
         namespace = model.encode().ljust(32, b".")
         self.store = TieredStore(
-            StoreConfig(
-                memory_bytes=memory, disk_bytes=disk, queue_bytes=100_000, segment_bytes=4_000, min_free_bytes=0
-            ),
+            StoreConfig(memory_bytes=memory, disk_bytes=disk, queue_bytes=queue, segment_bytes=4_000, min_free_bytes=0),
             storage,
             clock=lambda: self.now,
             seal=OwnerSeal(ring, opening),
@@ -133,8 +134,9 @@ class DurableWorld(World):
             self.store,
             layout,
             model,
-            limits=LIMITS,
+            limits=limits,
             clock=lambda: self.now,
+            share_prefixes=share_prefixes,
             durable=Durable(ring=ring, instance=INSTANCE, opening=opening),
         )
         self.store.run_pending()

@@ -30,10 +30,10 @@ def test_a_prompt_sent_again_is_restored_at_its_last_block(layout: CacheLayout) 
     world = World(layout)
     prompt = prompt_of(700)
     first = world.run(prompt)
-    assert (first.receipt, first.lookup.diverged_at, first.lookup.miss_reason) == ((0, 0, 700), 0, MissReason.NONE)
+    assert (first.receipt, first.lookup.known, first.lookup.miss_reason) == ((0, 0, 700), 0, MissReason.NONE)
     again = world.run(prompt[:600] + prompt_of(80, "other"))
     assert again.receipt == (512, 88, 80)
-    assert (again.lookup.diverged_at, again.lookup.miss_reason) == (600, MissReason.BETWEEN_CHECKPOINTS)
+    assert (again.lookup.known, again.lookup.miss_reason) == (600, MissReason.BETWEEN_CHECKPOINTS)
     assert again.calls[0][0] == 512
 
 
@@ -58,7 +58,7 @@ def test_an_explicit_parent_is_restored_whole(layout: CacheLayout) -> None:
     prompt = prompt_of(300)
     parent = world.run(prompt).nodes[300]
     child = world.run(prompt + prompt_of(50, "more"), base=parent)
-    assert (child.receipt, child.lookup.miss_reason, child.lookup.diverged_at) == ((300, 0, 50), MissReason.NONE, 300)
+    assert (child.receipt, child.lookup.miss_reason, child.lookup.known) == ((300, 0, 50), MissReason.NONE, 300)
     assert child.calls == [(300, 350)]
 
 

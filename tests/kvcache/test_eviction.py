@@ -80,14 +80,15 @@ class World:
             if record not in self.held:
                 member = self.held[record] = Held(record, size, tier)
                 self.order.enter(member, self.ticks)
-        self.order.arrange(
-            Place(
-                key=spot.key,
-                parent=spot.parent.key if spot.parent else None,
-                end=spot.end,
-                kinds=self.kinds,
-                reach=tuple(s.key for s in self.reach(spot)),
-            )
+        self.order.arrange(self.place(spot))
+
+    def place(self, spot: Spot) -> Place:
+        return Place(
+            key=spot.key,
+            parent=spot.parent.key if spot.parent else None,
+            end=spot.end,
+            kinds=self.kinds,
+            reach=tuple(s.key for s in self.reach(spot)),
         )
 
     def chain(self, name: str, count: int, behind: str | None = None, **how: object) -> list[Spot]:
@@ -262,12 +263,49 @@ def test_what_somebody_is_at_work_on_stays_with_all_that_it_stands_on() -> None:
     world = World((FULL, STATE))
     tip = world.chain("a", 2)[1]
     world.put(world.spot("next", "a1"), kinds=(FULL,))
-    world.order.guard(world.spots["next"].key)
+    world.order.guard(world.place(world.spots["next"]))
     assert world.pop() == {"state a0"} and world.pop() == {"state a1"}  # places before it may be thinned
     assert world.pop() == set()
     assert world.order.unguard(tip.key) == []
     assert world.forget(world.order.unguard(world.spots["next"].key)) == set()
     assert world.pop() == {"full next", "full a1", "full a0"}
+
+
+def test_what_somebody_is_at_work_on_keeps_what_comes_before_it_though_nothing_of_it_is_held_yet() -> None:
+    world = World((FULL, WINDOW, STATE), window=300)
+    world.chain("a", 3)
+    ahead = world.spot("next", "a2")
+    world.order.guard(world.place(ahead))
+    gone = world.pop() | world.pop() | world.pop()
+    # Going on takes every FULL record, and the windows that reach back to it; states of places behind do not matter.
+    assert gone == {"state a0", "state a1", "state a2", "window a0", "window a1"} and world.pop() == set()
+    world.put(ahead)
+    assert world.pop() == set()
+    assert {world.text(record) for record in world.held} >= {"full next", "window next", "state next", "window a2"}
+    assert world.forget(world.order.unguard(ahead.key)) == set()
+    assert world.pop() == {"full next", "window next", "state next", "full a2", "window a2", "full a1", "full a0"}
+    assert len(world.order) == 0
+
+
+def test_what_is_stored_in_part_while_guarded_stays_for_what_follows() -> None:
+    world = World((FULL, WINDOW), window=300)
+    spot = world.spot("a")
+    world.order.guard(world.place(spot))
+    world.put(spot, kinds=(FULL,))  # the window was refused
+    assert world.order.unguard(spot.key) == []
+    assert {world.text(record) for record in world.held} == {"full a"}
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_guard_that_ends_leaves_nothing_behind(*, held: bool) -> None:
+    world = World((FULL, STATE))
+    spot = world.spot("a")
+    world.order.guard(world.place(spot))
+    if held:
+        world.put(spot)
+        assert world.lose(spot, STATE) == set() and world.lose(spot, FULL) == set()
+    assert world.order.unguard(spot.key) == []
+    assert len(world.order) == 0
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_header_with_any_bit_flipped_or_any_byte_missing_is_refused(decode: ob
         (0, b"KVSG", "magic"),
         (4, b"\x02", "format version 2"),
         (5, b"\x00", "unknown record kind 0"),
-        (5, b"\x83", "unknown record kind 131"),
+        (5, b"\x84", "unknown record kind 132"),
         (6, b"\x02\x00", "unknown flags 0x2"),
         (12, b"\xff\xff\xff\xff", "beyond the format"),
     ],

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from kvcache.blocks import block_key, root_key
-from kvcache.media import FIRST, IMAGE, MediaKey, MediaSpan, cut_inside, spans_of, symbols, tag_of
+from kvcache.media import FIRST, IMAGE, LAST, MediaKey, MediaSpan, cut_inside, ends_inside, spans_of, symbols, tag_of
 
 A, B = MediaKey(b"a" * 32), MediaKey(b"b" * 32)
 
@@ -18,11 +18,13 @@ def test_symbols_are_no_token_ids_and_begin_once() -> None:
     assert len(run) == 37
     assert all(symbol & IMAGE for symbol in run)
     assert [bool(symbol & FIRST) for symbol in run] == [True] + [False] * 36
+    assert [bool(symbol & LAST) for symbol in run] == [False] * 36 + [True]
 
 
 def test_an_image_has_the_same_symbols_everywhere_and_another_image_has_others() -> None:
     assert symbols(A, 64) == symbols(A, 64)
-    assert symbols(A, 64)[:16] == symbols(A, 16)
+    assert symbols(A, 64)[:15] == symbols(A, 16)[:15]
+    assert tag_of(symbols(A, 64)) == tag_of(symbols(A, 8))
     assert not set(symbols(A, 64)) & set(symbols(B, 64))
 
 
@@ -51,6 +53,11 @@ def test_adjacent_images_are_two_and_a_cut_inside_one_is_told() -> None:
     first, second = spans_of(tokens)
     assert (first.start, first.end, second.start, second.end) == (1, 5, 5, 11)
     assert [cut_inside([first, second], at) for at in (1, 4, 5, 6, 11)] == [None, first, None, second, None]
+
+
+def test_tokens_show_whether_they_end_inside_an_image() -> None:
+    tokens = array("I", [5, *symbols(A, 4), *symbols(B, 6), 7])
+    assert [end for end in range(len(tokens) + 1) if ends_inside(tokens[:end])] == [2, 3, 4, 6, 7, 8, 9, 10]
 
 
 def test_a_block_that_an_image_touches_has_the_image_in_its_key() -> None:

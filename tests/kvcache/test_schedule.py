@@ -9,10 +9,13 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from kvcache.blocks import BLOCK_TOKENS
+from kvcache.media import MediaSpan, MediaTag, cut_inside
 from kvcache.schedule import (
     NONCE_BYTES,
     Call,
+    after_image,
     continued_schedule,
+    cut_by_image,
     decode_schedule,
     is_decoded,
     plan_calls,
@@ -151,3 +154,43 @@ def test_a_prefilled_block_remembers_the_cuts_inside_it_only() -> None:
     assert not is_decoded(schedule)
     assert replay_cuts(256, schedule) == [257, 300, 511]
     assert replay_cuts(0, schedule) == [1, 44, 255]
+
+
+def whole_cases(seed: int) -> Iterator[tuple[random.Random, list[MediaSpan], int, set[int]]]:
+    """(rng, images that must be whole, end, stops beside them) by the hundred."""
+    rng = random.Random(seed)
+    for _ in range(CASES // 10):
+        at, spans = 0, []
+        for _ in range(rng.randrange(1, 5)):
+            at += rng.choice([0, 0, 1, 40, 250, 256])
+            spans.append(MediaSpan(at, at + rng.choice([4, 70, 256, 600]), MediaTag(b"tag")))
+            at = spans[-1].end
+        end = at + rng.choice([0, 1, 300])
+        yield rng, spans, end, {after_image(spans, p) for p in some_places(rng, 0, end)}
+
+
+def test_no_call_splits_a_whole_image_and_cuts_inside_one_move_to_its_end() -> None:
+    for _, spans, end, stops in whole_cases(8):
+        calls = plan_calls(0, end, stops, whole=spans)
+        ends = [call.end for call in calls]
+        assert all(cut_inside(spans, place) is None for place in ends)
+        cuts = {*range(BLOCK_TOKENS, end, BLOCK_TOKENS), *stops, end}
+        assert sorted({after_image(spans, place) for place in cuts} - {0}) == ends
+        passed = [boundary for call in calls for boundary in call.passed]
+        assert passed == [p for p in range(BLOCK_TOKENS, end, BLOCK_TOKENS) if cut_inside(spans, p) is not None]
+
+
+def test_from_any_cut_on_the_plan_with_images_is_the_rest_of_the_cold_plan() -> None:
+    for _, spans, end, stops in whole_cases(9):
+        whole = plan_calls(0, end, stops, whole=spans)
+        for done, call in enumerate(whole):
+            assert plan_calls(call.end, end, stops, whole=spans) == whole[done + 1 :] or call.end == end
+
+
+def test_a_blocks_schedule_follows_from_stops_and_the_image_that_reaches_into_it() -> None:
+    for _, spans, end, stops in whole_cases(10):
+        ends = [call.end for call in plan_calls(0, end, stops, whole=spans)]
+        for start in range(0, end, BLOCK_TOKENS):
+            stop = min(start + BLOCK_TOKENS, end)
+            told = [*stops, *cut_by_image(spans, start, stop)]
+            assert prefill_schedule(start, stop, ends) == prefill_schedule(start, stop, told)

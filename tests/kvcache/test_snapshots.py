@@ -33,7 +33,7 @@ class Names:
     def __init__(self, *, most: int = 100, pinned: int = 2) -> None:
         self.forgotten: list[str] = []
         self.registry = SnapshotRegistry(
-            max_per_owner=most, max_pinned=pinned, forget=lambda snapshot: self.forgotten.append(snapshot.id)
+            max_per_owner=most, max_pinned=pinned, forget=lambda snapshot, reason: self.forgotten.append(snapshot.id)
         )
 
     def add(self, id: str, *, owner: str = "a", end: int = 10, lineage: str = "", now: float = 0.0, ttl: float = 10.0,
@@ -136,15 +136,16 @@ def test_use_pushes_the_end_out_and_never_in(names: Names) -> None:
     assert (snapshot.last_use, snapshot.expires) == (6, 14)
 
 
-def test_tombstones_are_bounded_oldest_first(names: Names) -> None:
+def test_tombstones_are_bounded_oldest_first_and_flush_nobody_elses(names: Names) -> None:
+    names.registry.drop(names.add("before", owner="other"), GoneReason.DELETED, 0)
     for number in range(TOMBSTONE_LIMIT + 5):
-        names.registry.drop(names.add(str(number), owner=str(number % 7)), GoneReason.DELETED, 0)
+        names.registry.drop(names.add(str(number), owner="o"), GoneReason.DELETED, 0)
     for number in (0, 4):
         with pytest.raises(UnknownSnapshot):
-            names.registry.find(str(number % 7), str(number), 1)
-    for number in (5, TOMBSTONE_LIMIT + 4):
+            names.registry.find("o", str(number), 1)
+    for owner, name in (("o", "5"), ("o", str(TOMBSTONE_LIMIT + 4)), ("other", "before")):
         with pytest.raises(GoneSnapshot):
-            names.registry.find(str(number % 7), str(number), 1)
+            names.registry.find(owner, name, 1)
 
 
 def test_descendants_are_found_through_names_that_are_gone(names: Names) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from storage_doubles import FaultyStorage, GatedStorage, payload, record
 
-from kvcache.checkpoints import CheckpointPolicy
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.errors import CorruptRecord, MissingRecord, StoreClosed, UnreadableRecord
 from kvcache.format import RECORD_OVERHEAD
-from kvcache.records import FetchResult, PutResult, RecordId, RecordKind, Tier
+from kvcache.records import FetchResult, Loss, PutResult, RecordId, RecordKind, Tier
 from kvcache.storage import MemoryStorage, Storage
 from kvcache.store import StoreConfig, TieredStore
 
-FULL, WINDOW, STATE, LOGITS = RecordKind
+FULL, WINDOW, STATE, LOGITS, *_ = RecordKind
 SIZE = 100
 
 
@@ -111,8 +111,8 @@ def test_full_records_that_cannot_spill_are_evicted_rather_than_exceed_memory() 
     assert store.stats().memory_bytes == 10 * SIZE
     assert store.stats().pending_bytes == 5 * SIZE
     assert tiers(store, range(17), FULL) == [Tier.PENDING] * 5 + [None] * 2 + [Tier.MEMORY] * 10
-    assert store.drain_evicted() == [record(5, FULL), record(6, FULL)]
-    assert store.drain_evicted() == []
+    assert store.drain_lost() == {record(5, FULL): Loss.EVICTED, record(6, FULL): Loss.EVICTED}
+    assert store.drain_lost() == {}
     store.close()
 
 
@@ -129,6 +129,33 @@ def test_a_record_larger_than_memory_goes_to_disk_and_one_too_large_for_disk_sta
         put(store, name, STATE)
     assert store.locate(record(1, STATE)) is None
     assert store.put(record("huge"), bytes(11 * SIZE), explicit=True) is PutResult.SKIPPED_TOO_LARGE
+    store.close()
+
+
+def test_a_record_larger_than_the_queue_has_its_turn_and_others_keep_their_room_in_memory() -> None:
+    store = store_over(queue_bytes=SIZE)
+    large = payload("large", 5 * SIZE)
+    put_all(store, range(10), FULL)
+    assert put(store, 1) is PutResult.STORED
+    assert store.put(record("passing"), large, explicit=False) is PutResult.SKIPPED_QUEUE_FULL
+    assert store.put(record("large"), large, explicit=True) is PutResult.STORED, "what nobody asked for leaves it room"
+    assert store.put(record("next"), large, explicit=True, patient=True) is PutResult.SKIPPED_QUEUE_FULL
+    assert store.stats().pending_bytes == 6 * SIZE
+    assert store.put(record("logits", LOGITS), payload("logits", 1), explicit=True) is PutResult.STORED
+    assert sum(tier is Tier.MEMORY for tier in tiers(store, range(10), FULL)) == 9, "as much as one byte more takes"
+    store.run_pending()
+    assert store.locate(record("large")) is Tier.DISK
+    assert store.put(record("next"), large, explicit=False) is PutResult.STORED, "an empty queue takes any"
+    store.run_pending()
+    assert bytes(store.fetch_now([record("large")]).payloads[0]) == large
+    store.close()
+
+
+def test_a_resident_record_larger_than_the_queue_spills_rather_than_is_lost() -> None:
+    store = store_over(queue_bytes=SIZE)
+    for name in range(3):
+        assert store.put(record(name, FULL), payload(name, 5 * SIZE), explicit=True) is PutResult.STORED
+    assert tiers(store, range(3), FULL) == [Tier.PENDING, Tier.MEMORY, Tier.MEMORY]
     store.close()
 
 
@@ -151,7 +178,7 @@ def test_kinds_of_one_key_are_records_of_their_own() -> None:
     store.run_pending()
     result = store.fetch_now([RecordId(key, kind) for kind in RecordKind])
     assert [bytes(data) for data in result.payloads] == [kind.name.encode() for kind in RecordKind]
-    assert result.tiers == [Tier.MEMORY, Tier.DISK, Tier.DISK, Tier.MEMORY]
+    assert result.tiers == [Tier.MEMORY, Tier.DISK, Tier.DISK, Tier.MEMORY, Tier.MEMORY]
     store.close()
 
 
@@ -253,7 +280,7 @@ def test_the_disk_tier_evicts_the_least_recently_used_and_never_exceeds_its_budg
         put_all(store, range(name, name + 1))
         store.touch([record(0)])
         assert sum(storage.sizes().values()) == store.stats().file_bytes <= 10_000
-        lost += store.drain_evicted()
+        lost += store.drain_lost()
     assert lost == [record(name) for name in range(1, 1 + len(lost))]
     assert len(lost) > 100
     assert holds(store, 0)
@@ -505,7 +532,7 @@ def test_a_damaged_record_is_dropped_counted_and_logged_once(
     assert isinstance(result.error, CorruptRecord)
     assert (result.failed, result.payloads) == (record(1), [])
     assert store.locate(record(1)) is None
-    assert store.drain_evicted() == [record(1)]
+    assert store.drain_lost() == {record(1): Loss.CORRUPT}
     assert isinstance(store.fetch_now([record(1)]).error, MissingRecord)
     assert store.stats().corrupt == 1
     assert len(caplog.records) == 1
@@ -576,7 +603,7 @@ def test_a_failed_write_drops_its_record_and_the_next_one_is_written() -> None:
         put(store, name)
     store.run_pending()
     assert tiers(store, range(3)) == [Tier.DISK, None, Tier.DISK]
-    assert store.drain_evicted() == [record(1)]
+    assert store.drain_lost() == {record(1): Loss.NOT_WRITTEN}
     assert (holds(store, 0), holds(store, 2)) == (True, True)
     assert store.stats().write_errors == 1
     assert "write fails" in store.stats().last_error
@@ -629,7 +656,7 @@ def test_a_pinned_record_that_cannot_be_written_stays_readable_from_memory() -> 
         clock.now += 100
     assert store.locate(record(0)) is Tier.PENDING
     assert holds(store, 0)
-    assert store.drain_evicted() == []
+    assert list(store.drain_lost()) == []
     storage.broken = False
     store.run_pending()
     assert store.locate(record(0)) is Tier.DISK
@@ -657,7 +684,7 @@ def test_a_full_record_lost_while_spilling_is_reported() -> None:
     put_all(store, range(10), FULL)
     put_all(store, range(10, 11), FULL)
     assert store.locate(record(0, FULL)) is None
-    assert store.drain_evicted() == [record(0, FULL)]
+    assert list(store.drain_lost()) == [record(0, FULL)]
     assert store.stats().memory_bytes == 10 * SIZE
     store.close()
 
@@ -680,7 +707,7 @@ def test_deleted_records_are_gone_from_every_tier_and_not_reported() -> None:
     stats = store.stats()
     assert (stats.memory_bytes, stats.pending_bytes, stats.disk_bytes, stats.file_bytes) == (0, 0, 0, 0)
     assert stats.written.records == 5
-    assert store.drain_evicted() == []
+    assert list(store.drain_lost()) == []
     store.delete([record(0)])
     store.close()
 
@@ -736,7 +763,7 @@ def test_an_eviction_that_was_made_good_is_not_reported() -> None:
     put_all(store, range(11), FULL)
     assert store.locate(record(0, FULL)) is None
     put_all(store, range(1), FULL)
-    assert store.drain_evicted() == [record(1, FULL)]
+    assert list(store.drain_lost()) == [record(1, FULL)]
     store.close()
 
 
@@ -804,7 +831,7 @@ def test_pinned_memory_is_not_lent_and_asking_for_it_touches_nothing() -> None:
 
 
 def test_what_a_loan_leaves_no_room_for_is_not_called_too_large() -> None:
-    store = store_over(policy=CheckpointPolicy.OFF)  # type: ignore[arg-type]
+    store = store_over(checkpoints=Checkpoints(policy=CheckpointPolicy.OFF))  # type: ignore[arg-type]
     store.lend(9 * SIZE + 1)
     assert put(store, 1) is PutResult.SKIPPED_MEMORY_FULL
     assert store.put(record(2), payload(2, 10 * SIZE + 1), explicit=True) is PutResult.SKIPPED_TOO_LARGE
@@ -866,7 +893,7 @@ def test_closing_deletes_everything_and_answers_everybody(started: TieredStore, 
     started.delete([record(0)])
     started.trim(memory_bytes=0, disk_bytes=0)
     assert started.flush(0.0)
-    assert started.drain_evicted() == []
+    assert list(started.drain_lost()) == []
     assert started.stats().file_bytes == 0
 
 
@@ -943,7 +970,7 @@ def test_threads_that_put_read_pin_and_delete_at_once_never_see_wrong_bytes(
                 case 7 if rng.random() < 0.05:
                     started.trim(memory_bytes=100_000, disk_bytes=1_000_000)
                 case _:
-                    started.drain_evicted()
+                    started.drain_lost()
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for worker in workers:

@@ -10,11 +10,9 @@ import pytest
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.thinning import (
     Boundary,
-    branch_cost,
     is_on_ruler,
     surplus_states,
     surplus_windows,
-    worst_branch_cost,
 )
 
 SPACINGS = (2, 3, 4, 8)
@@ -66,10 +64,9 @@ def test_the_number_that_stays_grows_with_the_logarithm(spacing: int) -> None:
 @pytest.mark.parametrize("spacing", SPACINGS)
 def test_a_branch_costs_in_proportion_to_how_far_back_it_is(spacing: int) -> None:
     for newest in range(1, 300):
-        there = [block * BLOCK_TOKENS for block in range(1, newest + 1) if is_on_ruler(block, newest, spacing)]
+        there = [block for block in range(1, newest + 1) if is_on_ruler(block, newest, spacing)]
         for block in range(1, newest + 1):
-            cost = worst_branch_cost(newest, block, spacing)
-            assert branch_cost(there, block * BLOCK_TOKENS) == cost * BLOCK_TOKENS
+            cost = block - max((at for at in there if at <= block), default=0)
             back = newest - block
             assert cost == 0 if back == 0 else cost < 2 * back / (spacing - 1)
 
@@ -79,11 +76,6 @@ def test_spacing_0_keeps_all_and_none_keeps_what_has_a_reason() -> None:
     assert surplus_states(chain, 0) == []
     assert thinned(chain, None) == [3, 39]
     assert surplus_states([], 4) == surplus_windows([], 300) == []
-
-
-def test_what_a_branch_costs_is_the_way_from_the_checkpoint_before_it() -> None:
-    assert [branch_cost([256, 700], at) for at in (1, 255, 256, 300, 699, 700, 701)] == [1, 255, 0, 44, 443, 0, 1]
-    assert branch_cost([], 1000) == 1000
 
 
 def test_window_records_go_once_no_place_reaches_back_to_them() -> None:

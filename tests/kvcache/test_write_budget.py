@@ -93,7 +93,26 @@ def test_memory_that_may_not_spill_is_evicted_unless_a_handle_stands_on_it() -> 
     tiers = [store.locate(record(name, RecordKind.FULL)) for name in range(4)]
     assert tiers == [None, Tier.PENDING, Tier.MEMORY, Tier.MEMORY]
     assert store.stats().skipped == {PutResult.SKIPPED_WRITE_BUDGET: 1}
-    assert store.drain_evicted() == [record(0, RecordKind.FULL)]
+    assert list(store.drain_lost()) == [record(0, RecordKind.FULL)]
+    store.close()
+
+
+def test_what_no_name_stands_on_any_more_is_as_any_other() -> None:
+    store = store_with(0, Wall(), memory=2 * SIZE)
+    first = record(0, RecordKind.FULL)
+    store.claim([first])
+    store.claim([first])
+    put(store, 0, RecordKind.FULL)
+    store.disclaim([first])
+    put(store, 1, RecordKind.FULL)
+    put(store, 2, RecordKind.FULL)
+    assert store.locate(first) is Tier.PENDING, "a second name stands on it; that it was claimed before it came counts"
+    put(store, 3, RecordKind.FULL, explicit=True)
+    store.claim([record(3, RecordKind.FULL)])
+    store.disclaim([first, record(3, RecordKind.FULL)])
+    for name in range(4, 6):
+        put(store, name, RecordKind.FULL)
+    assert store.locate(record(3, RecordKind.FULL)) is None, "its name is gone: not written beyond the limit"
     store.close()
 
 

@@ -14,7 +14,7 @@ from kvcache.blocks import BLOCK_TOKENS, token_bytes
 from kvcache.cache import CacheLimits, Keep, Lookup, PrefixCache
 from kvcache.checkpoints import DEFAULT_CHECKPOINTS, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
-from kvcache.records import FetchResult, RecordId, RecordKind
+from kvcache.records import FetchResult, Loss, RecordId, RecordKind
 from kvcache.schedule import plan_calls
 from kvcache.snapshots import Snapshot
 from kvcache.storage import MemoryStorage
@@ -31,7 +31,13 @@ LAYOUTS = {
     "all": CacheLayout((STATE, FULL, WINDOW)),
 }
 LIMITS = CacheLimits()
-SIZES = {RecordKind.FULL: 60, RecordKind.WINDOW: 50, RecordKind.STATE: 90, RecordKind.LOGITS: 40}
+SIZES = {
+    RecordKind.FULL: 60,
+    RecordKind.WINDOW: 50,
+    RecordKind.STATE: 90,
+    RecordKind.LOGITS: 40,
+    RecordKind.FEATURES: 70,
+}
 
 
 def prompt_of(length: int, seed: object = 1) -> list[int]:
@@ -52,12 +58,13 @@ class Ran:
     calls: list[tuple[int, int]]
     nodes: dict[int, Node]
     lost: list[str]
+    prompt_tokens: int
 
     @property
     def receipt(self) -> tuple[int, int, int]:
         """(cached, recomputed, new)."""
         position, known = self.lookup.position, self.lookup.known
-        return position, known - position, self.lookup.tokens - known
+        return position, known - position, self.prompt_tokens - known
 
 
 class World:
@@ -72,6 +79,7 @@ class World:
         queue: int = 10_000,
         limits: CacheLimits = LIMITS,
         share_decoded: bool = False,
+        share_prefixes: bool = False,
         checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
         self.now = 1000.0
@@ -82,7 +90,7 @@ class World:
             queue_bytes=queue,
             segment_bytes=2_000,
             min_free_bytes=0,
-            policy=checkpoints.policy,
+            checkpoints=checkpoints,
         )
         self.store = TieredStore(config, self.storage, clock=lambda: self.now)
         self.cache = PrefixCache(
@@ -91,8 +99,8 @@ class World:
             "model",
             limits=limits,
             share_decoded=share_decoded,
+            share_prefixes=share_prefixes,
             clock=lambda: self.now,
-            checkpoints=checkpoints,
         )
 
     @property
@@ -116,7 +124,7 @@ class World:
         prompt = list(tokens[: len(tokens) - decode])
         keep = {*keep, len(prompt)}
         lookup = self.cache.lookup(owner, prompt, base=base, keep=keep)
-        recorder = Recorder(self.cache, owner, tokens)
+        recorder = Recorder(self.cache, owner, tokens, base)
         if lookup.plan is not None:
             self.check_read(lookup, prompt, self.store.fetch_now(lookup.plan.records))
             recorder.start_at(lookup)
@@ -146,7 +154,7 @@ class World:
             if end % BLOCK_TOKENS == 0 or end == len(tokens):
                 take(end, kept=end == len(tokens), logits=end == len(tokens))
         recorder.close()
-        return Ran(lookup, [(c.start, c.end) for c in calls], nodes, lost)
+        return Ran(lookup, [(c.start, c.end) for c in calls], nodes, lost, len(prompt))
 
     def check_read(self, lookup: Lookup, prompt: Sequence[int], read: FetchResult) -> None:
         """A restore reads what the prompt's own state is."""
@@ -172,7 +180,7 @@ class World:
             for kind in kinds:
                 entry = self.store._index.get(RecordId(node.key, kind))
                 assert entry is not None
-                self.store._index.lose(entry)
+                self.store._index.lose(entry, Loss.EVICTED)
 
     def starve(self) -> None:
         """Takes all room away: what no pin protects is gone."""

@@ -16,9 +16,10 @@ from kvfork.v1.server_service_pb2_grpc import ServerServiceStub
 from kvfork.v1.snapshot_service_pb2_grpc import SnapshotServiceStub
 
 from kvcache.receipt import Usage
+from service.calls import Calls
 from service.config import Config
-from service.core_api import Inference
-from service.errors import ModelNotFound, SnapshotNotFound
+from service.core_api import Inference, Observer
+from service.errors import Draining, ModelNotFound, SnapshotNotFound
 from service.events import (
     Counted,
     Created,
@@ -32,12 +33,15 @@ from service.events import (
     ModelView,
     Residency,
     RolledBack,
+    RowView,
     ServerView,
     SnapshotView,
     Started,
     StatsView,
     Timing,
+    Watched,
 )
+from service.metering import Meter
 from service.request import (
     CountTokensCall,
     CreateSnapshotCall,
@@ -47,15 +51,20 @@ from service.request import (
     SnapshotChange,
 )
 from service.rpc.server import RpcServer
+from service.tracing import NoTracer, Tracer
 
 LIMITS = LimitsView(
     max_request_bytes=64 * 2**20,
+    max_image_bytes=2**20,
+    max_images=3,
+    max_image_pixels=10**6,
     max_fork_branches=4,
     max_queue=8,
     max_batch=2,
     max_snapshots=100,
     max_pinned=10,
     max_ttl=3600.0,
+    max_watches=4,
 )
 
 STARTED = Started(generation="generations/g1", instance="i1", prompt_tokens=5, seed=7, queue_seconds=0.25)
@@ -104,10 +113,20 @@ class ScriptedCore:
         default_factory=lambda: [ModelView(name="models/tiny", state=ModelState.READY, context_tokens=512)]
     )
     limits: LimitsView = LIMITS
+    meter: Meter = field(default_factory=Meter)
+    tracer: Tracer = field(default_factory=NoTracer)
+
+    @property
+    def observer(self) -> Observer:
+        return Calls(self.meter, self.tracer)
+
     alive: bool = True
     draining: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
     running: int = 0  # generations whose iterator is open
+    row_views: list[RowView] = field(default_factory=list)
+    watched: Sequence[Watched] = ()
+    watches_end: asyncio.Event = field(default_factory=asyncio.Event)
     ended: list[str] = field(default_factory=list)  # how each iterator ended
 
     def _asked(self, method: str, *what: object) -> None:
@@ -180,6 +199,16 @@ class ScriptedCore:
         keyed = sorted((view.create_time, view.name, view) for view in self.snapshots)
         return [view for time, name, view in keyed if after is None or (time, name) > after][:limit]
 
+    async def watch_snapshots(self, owner: str, labels: dict[str, str], resume_token: str) -> AsyncIterator[Watched]:
+        self._asked("watch_snapshots", owner, labels, resume_token)
+        for watched in self.watched:
+            yield watched
+        await self.watches_end.wait()
+        raise Draining("the server is shutting down")
+
+    def end_watches(self) -> None:
+        self.watches_end.set()
+
     def update_snapshot(self, change: SnapshotChange, owner: str) -> SnapshotView:
         self._asked("update_snapshot", change, owner)
         return snapshot(change.name)
@@ -222,8 +251,16 @@ class ScriptedCore:
     def stats(self) -> StatsView:
         numbers = {name: number for number, name in enumerate(StatsView.__dataclass_fields__, start=1)}
         texts = {"checkpoint_policy": "marks", "last_write_error": "OSError: no space"}
-        others = {"checkpoints_skipped": {"queue_full": 5}, "writes_paused": True}
+        others = {"checkpoints_skipped": {"queue_full": 5}, "writes_paused": True, "evictions_by_tier": {"disk": 3}}
         return StatsView(**{**numbers, **texts, **others})
+
+    def rows(self, owner: str) -> list[RowView]:
+        self._asked("rows", owner)
+        return self.row_views
+
+    def owner_stats(self, owner: str) -> StatsView:
+        self._asked("owner_stats", owner)
+        return replace(self.stats(), memory_bytes=0)
 
     async def trim_cache(self, *, memory_bytes: int | None, disk_bytes: int | None) -> StatsView:
         self.trimmed = (memory_bytes, disk_bytes)

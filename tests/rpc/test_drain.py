@@ -101,7 +101,13 @@ def test_a_drain_lets_running_work_end_and_refuses_new_work_with_a_status():
 
 def test_a_cancelled_server_closes_its_listener_and_frees_its_calls():
     async def story():
-        core = ScriptedCore(script=(STARTED, asyncio.Event().wait))
+        inside = asyncio.Event()
+
+        async def forever() -> None:
+            inside.set()
+            await asyncio.Event().wait()
+
+        core = ScriptedCore(script=(STARTED, forever))
         ready: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         server = asyncio.ensure_future(serve(core, Config(address="127.0.0.1:0"), ready=ready.set_result))
         [address] = await ready
@@ -109,7 +115,7 @@ def test_a_cancelled_server_closes_its_listener_and_frees_its_calls():
             call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(parent="snapshots/a"))
             await call.read()
             reading = asyncio.ensure_future(call.read())
-            await asyncio.sleep(0)
+            await inside.wait()
             server.cancel()
             with pytest.raises(grpc.aio.AioRpcError):
                 await reading

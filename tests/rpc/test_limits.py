@@ -65,7 +65,7 @@ def test_a_reader_that_stalls_loses_its_generation_and_hears_why():
     core = ScriptedCore(script=script)
 
     async def story():
-        async with serving(core, write_stall_seconds=0.2) as s:
+        async with serving(core, write_stall_seconds=0.5) as s:
             stalled = s.inference.Generate(pb.GenerateRequest(parent="snapshots/a"))
             assert (await stalled.read()).WhichOneof("event") == "started"
             await eventually(lambda: core.ended == ["closed"])  # freed, though the client still holds the call
@@ -87,7 +87,7 @@ def test_a_stalled_reader_that_gives_up_leaves_nothing(caplog):
     core = ScriptedCore(script=(STARTED, *([delta("x" * 65536)] * 400), FINISHED))
 
     async def story():
-        async with serving(core, write_stall_seconds=0.2) as s:
+        async with serving(core, write_stall_seconds=0.5) as s:
             async with grpc.aio.insecure_channel(s.addresses[0]) as channel:
                 raw = channel.unary_stream("/kvfork.v1.InferenceService/Generate")
                 call = raw(pb.GenerateRequest(parent="snapshots/a").SerializeToString())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from dataclasses import fields, replace
@@ -17,18 +18,22 @@ from kvfork.v1 import types_pb2 as pb
 from kvcache.receipt import MissReason, Usage
 from service.errors import CallError, ImmutableField, InvalidField, PageTokenInvalid
 from service.events import (
+    Admission,
     Counted,
     Created,
     Delta,
     Finished,
     FinishReason,
+    Forecast,
     Forked,
     Marked,
     ModelState,
     ModelView,
+    PlanView,
     Progress,
     Residency,
     RolledBack,
+    RowView,
     StatsView,
     Timing,
     TokenLogprob,
@@ -44,10 +49,12 @@ from service.request import (
     ForkCall,
     Form,
     GenerateCall,
+    ImagePart,
     Landmark,
     Mark,
     Message,
     Output,
+    PlanOptions,
     RawInput,
     Release,
     Role,
@@ -90,7 +97,7 @@ def rollback(request: dict[str, Any]) -> RollbackCall:
 
 
 def count(request: dict[str, Any]) -> CountTokensCall:
-    return mapping_in.read_count_tokens(json_format.ParseDict(request, inference_pb.CountTokensRequest()))
+    return mapping_in.read_count_tokens(json_format.ParseDict(request, inference_pb.CountTokensRequest()), LIMITS)
 
 
 def stop(request: dict[str, Any]) -> str:
@@ -282,6 +289,12 @@ def test_what_is_unset_stays_unset():
             CountTokensCall(input=RawInput(parts=(TextPart("Hi"),)), include_rendered=True),
         ),
         (count, {"parent": "snapshots/x"}, CountTokensCall(parent="snapshots/x")),
+        (count, {"parent": "snapshots/x", "plan": {}}, CountTokensCall(parent="snapshots/x", plan=PlanOptions())),
+        (
+            count,
+            {"parent": "snapshots/x", "plan": {"branches": 3, "max_tokens": 9}},
+            CountTokensCall(parent="snapshots/x", plan=PlanOptions(branches=3, max_tokens=9)),
+        ),
         (stop, {"generation": "generations/g1"}, "generations/g1"),
         (extend, {"names": ["snapshots/a", "snapshots/b"], "ttl": "0.5s"}, (("snapshots/a", "snapshots/b"), 0.5)),
         (extend, {"names": ["snapshots/a"]}, (("snapshots/a",), None)),
@@ -369,6 +382,7 @@ BAD: list[tuple[Any, dict[str, Any], list[str]]] = [
     (stop, {}, ["generation"]),
     (stop, {"generation": "snapshots/x"}, ["generation"]),
     (count, {"model": "m"}, ["input", "model"]),
+    (count, {"input": TEXT, "plan": {"branches": 65, "max_tokens": 0}}, ["plan.branches", "plan.max_tokens"]),
     # Sampling.
     *[
         (generate, {"input": TEXT, "sampling": {name: value}}, [f"sampling.{path}"])
@@ -553,17 +567,43 @@ def test_one_refusal_tells_of_everything_that_is_wrong():
     }
 
 
-def test_an_image_is_refused_by_its_path_and_its_own_reason():
-    parts = [{"text": "What is this?"}, {"image": {"data": "aGk="}}, {"image": {}}]
-    request = {"input": {"chat": {"messages": [{"role": "ROLE_USER", "parts": parts}]}}}
+def test_images_are_read_with_their_source_and_kind():
+    parts = [
+        {"image": {"data": "aGk=", "mimeType": "IMAGE/JPG"}},
+        {"image": {"sha256": base64.b64encode(bytes(32)).decode(), "mimeType": "image/webp"}},
+        {"image": {"data": ""}},  # an empty file is the decoder's to refuse
+    ]
+    read = generate({"input": {"raw": {"parts": parts}}}).input
+    assert read.parts == (
+        ImagePart(data=b"hi", mime_type="image/jpeg"),
+        ImagePart(sha256=bytes(32), mime_type="image/webp"),
+        ImagePart(data=b""),
+    )
+
+
+def test_wrong_images_are_told_by_their_path():
+    parts = [
+        {"image": {}},
+        {"image": {"sha256": "aGk="}},
+        {"image": {"data": "aGk=", "mimeType": "image/gif"}},
+    ]
     with pytest.raises(InvalidField) as caught:
-        generate(request)
-    assert caught.value.reason == "IMAGE_UNSUPPORTED"
-    assert [v.field for v in caught.value.fields] == [f"input.chat.messages[0].parts[{i}].image" for i in (1, 2)]
-    # Beside another mistake it is one of several wrong fields.
+        generate({"input": {"chat": {"messages": [{"role": "ROLE_USER", "parts": parts}]}}})
+    at = "input.chat.messages[0].parts"
+    assert [v.field for v in caught.value.fields] == [
+        f"{at}[0].image",
+        f"{at}[1].image.sha256",
+        f"{at}[2].image.mime_type",
+    ]
+
+
+def test_the_images_of_a_request_are_counted_over_all_of_its_inputs():
+    two = {"raw": {"parts": [{"image": {"data": "aGk="}}] * 2}}
+    fork({"parent": "snapshots/x", "branches": [{"append": two}]})
     with pytest.raises(InvalidField) as caught:
-        generate({**request, "sampling": {"topP": 2}})
-    assert caught.value.reason == "INVALID_FIELD"
+        fork({"parent": "snapshots/x", "branches": [{"append": two}, {"append": two}]})
+    assert [v.field for v in caught.value.fields] == ["branches[1].append.raw.parts[1].image"]
+    assert caught.value.text.endswith(f"at most {LIMITS.max_images} images")
 
 
 @pytest.mark.parametrize(
@@ -870,16 +910,73 @@ def test_replies_into_messages():
     }
 
 
+def test_a_plan_is_told_with_what_is_not_known_left_out():
+    plan = PlanView(
+        memory_tokens=1,
+        disk_tokens=2,
+        recomputed_tokens=3,
+        new_tokens=4,
+        miss_reason=MissReason.EVICTED,
+        memory_bytes=5,
+        disk_bytes=6,
+        load_seconds=0.5,
+        prefill_seconds=None,
+        forecast=Forecast(admission=Admission.QUEUED, reason="ROWS_BUSY", need_bytes=7, free_bytes=8),
+    )
+    counted = Counted(total_tokens=10, cached_tokens=3, remaining_tokens=3, plan=plan)
+    assert as_dict(mapping_out.write_counted(counted))["plan"] == {
+        "memory_tokens": 1,
+        "disk_tokens": 2,
+        "recomputed_tokens": 3,
+        "new_tokens": 4,
+        "miss_reason": "MISS_REASON_EVICTED",
+        "disk_bytes": "6",
+        "memory_bytes": "5",
+        "predicted_load": "0.500s",
+        "admission": "ADMISSION_QUEUED",
+        "reason": "ROWS_BUSY",
+        "need_bytes": "7",
+        "free_bytes": "8",
+    }
+    measured = mapping_out.write_counted(replace(counted, plan=replace(plan, prefill_seconds=0.25)))
+    assert measured.plan.predicted_ttft.ToMilliseconds() == 750
+
+
+def test_a_row_is_told_as_it_is():
+    row = RowView(
+        row=1,
+        phase="prefill",
+        prompt_tokens=300,
+        done_tokens=256,
+        completion_tokens=0,
+        age=1.5,
+        priority=-2,
+        generation="generations/g",
+        parent="snapshots/p",
+    )
+    assert as_dict(mapping_out.write_row(row)) == {
+        "generation": "generations/g",
+        "phase": "PHASE_PREFILL",
+        "parent": "snapshots/p",
+        "prompt_tokens": 300,
+        "done_tokens": 256,
+        "age": "1.500s",
+        "priority": -2,
+    }
+
+
 def test_every_number_of_the_stats_arrives_under_its_own_name():
     view = replace(
         StatsView(**{field.name: number for number, field in enumerate(fields(StatsView), start=1)}),
         checkpoint_policy="marks",
         checkpoints_skipped={"queue_full": 5},
+        evictions_by_tier={"disk": 6},
         writes_paused=True,
         last_write_error="OSError: no space",
     )
     message = mapping_out.write_stats(view)
-    assert {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields} == {
+    named = [field.name for field in message.DESCRIPTOR.fields if hasattr(view, field.name)]
+    assert {name: getattr(message, name) for name in named} == {
         field.name: getattr(view, field.name) for field in fields(StatsView)
     }
 

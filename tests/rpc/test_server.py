@@ -19,8 +19,9 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2
 
 from service.config import Config
-from service.events import ModelState, ModelView
+from service.events import Bookmark, Changed, Gone, ModelState, ModelView, Synced, Watched, WhyGone
 from service.request import Branch, ForkCall, GenerateCall, RollbackCall, SnapshotChange
+from service.rpc import mapping_out
 from service.rpc.listen import CannotListen
 from service.rpc.server import EXIT_CANNOT_LISTEN, RpcServer, serve
 
@@ -180,14 +181,33 @@ def test_the_process_tells_about_itself():
     run(story)
 
 
-def test_what_comes_later_says_so():
+def test_a_watch_writes_each_kind_of_message_and_ends_with_the_server():
     async def story():
-        async with serving() as s:
+        watched = [
+            Watched(Changed(snapshot("snapshots/one")), ""),
+            Watched(Synced(), "t1"),
+            Watched(Gone("snapshots/two", WhyGone.EXPIRED), "t2"),
+            Watched(Bookmark(), "t3"),
+        ]
+        async with serving(ScriptedCore(watched=watched)) as s:
+            request = snapshot_pb.WatchSnapshotsRequest(labels={"a": "b"}, resume_token="t0")
+            watch = s.snapshots.WatchSnapshots(request)
+            told = [await watch.read() for _ in watched]
+            assert s.core.calls[-1] == ("watch_snapshots", "local", {"a": "b"}, "t0")
+            stopping = asyncio.ensure_future(s.server.stop(5.0))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await drained(s.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest()))
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert "later version" in caught.value.details()
-            assert b"UNSUPPORTED" in rpc_status.from_call(caught.value).SerializeToString()
+                await watch.read()
+            await stopping
+        assert told == [
+            snapshot_pb.WatchSnapshotsResponse(changed=mapping_out.write_snapshot(snapshot("snapshots/one"))),
+            snapshot_pb.WatchSnapshotsResponse(synced=snapshot_pb.Synced(), resume_token="t1"),
+            snapshot_pb.WatchSnapshotsResponse(
+                gone=snapshot_pb.Gone(name="snapshots/two", reason=snapshot_pb.GONE_REASON_EXPIRED), resume_token="t2"
+            ),
+            snapshot_pb.WatchSnapshotsResponse(bookmark=snapshot_pb.Bookmark(), resume_token="t3"),
+        ]
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert b"SERVER_DRAINING" in rpc_status.from_call(caught.value).SerializeToString()
 
     run(story)
 
@@ -258,7 +278,7 @@ def test_a_deadline_closes_the_cores_iterator():
     async def story():
         async with serving(ScriptedCore(script=(STARTED, forever))) as s:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await drained(s.inference.Generate(PARENT, timeout=0.1))
+                await drained(s.inference.Generate(PARENT, timeout=0.5))
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             await eventually(lambda: s.core.ended == ["cancelled"])
 

@@ -16,11 +16,15 @@ from grpc_status import rpc_status
 from kvfork.v1 import inference_service_pb2 as pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1.inference_service_pb2_grpc import InferenceServiceStub
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from service import errors
 from service.errors import CallError, FieldViolation
 from service.rpc import status
 from service.rpc.interceptor import INTERNAL_TEXT, describe, names_snapshot
+from service.tracing import OtelTracer
 
 from .conftest import STARTED, ScriptedCore, delta, drained, run, serving
 
@@ -107,6 +111,15 @@ TABLE: list[tuple[CallError, grpc.StatusCode, set[str]]] = [
     (errors.PageTokenInvalid("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.ImmutableField("no"), grpc.StatusCode.INVALID_ARGUMENT, set()),
     (errors.SlowReader("slow"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
+    (errors.WatchOverflow("behind"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
+    (errors.WatchQuota("many"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure"}),
+    (errors.ResumeTokenExpired("old"), grpc.StatusCode.OUT_OF_RANGE, set()),
+    (errors.ImageNotHeld("send it"), grpc.StatusCode.FAILED_PRECONDITION, {"PreconditionFailure"}),
+    (errors.ImageMemory("full"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure"}),
+    (errors.SlowSender("slow"), grpc.StatusCode.RESOURCE_EXHAUSTED, set()),
+    (errors.Unauthenticated("who"), grpc.StatusCode.UNAUTHENTICATED, set()),
+    (errors.AdminRequired("no"), grpc.StatusCode.PERMISSION_DENIED, set()),
+    (errors.CallQuota("many"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"QuotaFailure", "RetryInfo"}),
     (errors.Internal("ours", metadata={"incident": "i7"}), grpc.StatusCode.INTERNAL, {"RequestInfo"}),
     (errors.RowFailed("NaN"), grpc.StatusCode.INTERNAL, set()),
     (CallError("ours"), grpc.StatusCode.INTERNAL, set()),
@@ -132,6 +145,30 @@ def test_each_error_over_the_wire(error, code, kinds):
             assert (info.reason, info.domain, dict(info.metadata)) == (error.reason, "kvfork", error.metadata)
 
     run(story)
+
+
+@pytest.mark.parametrize(("error", "code", "kinds"), TABLE, ids=lambda value: type(value).__name__)
+def test_each_error_is_the_same_under_tracing(error, code, kinds):
+    """Instrumentation that wraps a call's context has lost details elsewhere; ours must not."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    async def status_with(core: ScriptedCore) -> tuple[Any, Any, Any]:
+        async with serving(core) as s:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await drained(s.inference.Generate(pb.GenerateRequest(parent="snapshots/a")))
+            return caught.value.code(), caught.value.details(), rpc_status.from_call(caught.value)
+
+    async def story() -> None:
+        plain = await status_with(ScriptedCore(script=(STARTED, delta("Hi"), error)))
+        traced = await status_with(ScriptedCore(script=(STARTED, delta("Hi"), error), tracer=OtelTracer(provider)))
+        assert traced == plain and plain[0] is code
+
+    run(story)
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes is not None and span.attributes["rpc.grpc.status_code"] == code.name
+    provider.shutdown()
 
 
 def test_a_whole_status_as_a_client_decodes_it():

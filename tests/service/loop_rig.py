@@ -140,7 +140,7 @@ class LoopRig:
             queue_bytes=queue_bytes,
             segment_bytes=4096,
             min_free_bytes=0,
-            policy=checkpoints.policy,
+            checkpoints=checkpoints,
         )
         self.store = TieredStore(config, storage or self.storage, clock=lambda: self.now)
         self.cache = PrefixCache(
@@ -149,7 +149,6 @@ class LoopRig:
             "fake",
             share_decoded=share_decoded,
             clock=lambda: self.now,
-            checkpoints=checkpoints,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(max_rows=rows, max_queue=queue, active_bytes=active, idle_bytes=memory)

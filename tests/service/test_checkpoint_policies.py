@@ -7,17 +7,18 @@ import random
 import pytest
 
 from kvcache.blocks import BLOCK_TOKENS
+from kvcache.cache import Keep
 from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
-from kvcache.records import RecordId, RecordKind, Tier
+from kvcache.records import Loss, RecordId, RecordKind, Tier
 from kvcache.tree import Node
 from service.engine.fake import FakeEngine
 from service.work import NodeAt
 from tests.service.loop_rig import LAYOUT, LoopRig
 
 THROUGH, MARKS, OFF = CheckpointPolicy
-FULL, WINDOW, STATE, _ = RecordKind
+FULL, WINDOW, STATE, *_ = RecordKind
 
 
 def prompt_of(length: int, seed: object = 1) -> list[int]:
@@ -123,8 +124,6 @@ def test_what_a_name_stands_on_goes_to_disk_under_marks_and_what_was_only_passed
     rig = rig_with(MARKS, memory=1 << 20)
     named = rig.submit(prompt_of(200), generate=400, save=True)
     rig.run()
-    from kvcache.cache import Keep
-
     snapshot = rig.cache.add_snapshot("a", named.nodes[600], Keep(), parent=None)
     rig.store.run_pending()
     kinds = [record.kind for record in rig.store.held() if rig.store.locate(record) is Tier.DISK]
@@ -162,6 +161,20 @@ def test_a_place_that_memory_cannot_take_is_refused_with_the_reason() -> None:
     rig.settle()
 
 
+def test_what_lost_its_last_name_is_not_written_under_marks() -> None:
+    rig = rig_with(MARKS, layout=CacheLayout((LayerSpec(LayerKind.FULL),)), memory=6_000)
+    first = rig.submit(prompt_of(1_024), keep=[1_024])
+    rig.run()
+    names = [rig.cache.add_snapshot("a", first.nodes[1_024], Keep(), parent=None) for _ in range(2)]
+    for name in names:
+        rig.cache.delete(name)
+    second = rig.submit(prompt_of(1_024, "other"), keep=[1_024])
+    rig.run()
+    assert rig.store.stats().evicted[Tier.MEMORY].records > 0 and rig.store.stats().written.records == 0
+    assert rig.cache.stands(second.nodes[1_024])
+    rig.settle()
+
+
 # -- thinning of recurrent state
 
 
@@ -178,9 +191,7 @@ def test_state_is_thinned_as_a_chain_grows_and_a_branch_anywhere_is_right_and_sa
     end = heard.nodes[len(prompt)]
     assert states(rig, end) == [8, 12, 16, 18, 19, 20]
     for place in (300, 1024, 2048, 2100, 3000, 3330, 4608, 5000, len(prompt)):
-        stood = rig.cache.checkpoints_before(end, place)
-        cost = rig.cache.recompute_tokens(end, place)
-        assert cost == place - stood
+        cost = place - rig.cache.checkpoints_before(end, place)
         base = rig.cache.hold_base(end, place) if cost else rig.cache.cut(end, place)
         assert base is not None
         tokens = [*prompt[:place], 7]
@@ -194,7 +205,7 @@ def test_state_is_thinned_as_a_chain_grows_and_a_branch_anywhere_is_right_and_sa
         )
         rig.run()
         assert again.tokens == rig.engine.continuation(tokens, 3)
-        assert again.receipt == (stood, cost, 1)
+        assert again.receipt == (place - cost, cost, 1)
         grid = min(cost, place % BLOCK_TOKENS)
         assert again.usage.grid_tokens == grid
         reason = MissReason.THINNED if cost > grid else MissReason.BETWEEN_CHECKPOINTS if cost else MissReason.NONE
@@ -265,7 +276,7 @@ def test_a_saved_generation_short_of_memory_stands_on_disk_or_says_that_it_does_
     assert (event.node.end, event.final) == (540, True)
     assert (event.lost == "") is rig.cache.stands(event.node)
     if policy is OFF:
-        assert event.lost in ("", "NOT_STORED", "SKIPPED_MEMORY_FULL")
+        assert event.lost in ("", "EVICTED", "SKIPPED_MEMORY_FULL")
     else:
         assert event.lost == ""
     rig.settle()
@@ -278,10 +289,66 @@ def test_what_lacks_an_evicted_handle_is_told_as_evicted_though_boundaries_befor
     rig.run()
     end = heard.nodes[len(prompt)]
     assert states(rig, end) != list(range(1, 14))
-    end.lost = MissReason.EVICTED
-    rig.store.delete([RecordId(end.key, STATE)])
+    with rig.store._lock:
+        entry = rig.store._index.get(RecordId(end.key, STATE))
+        assert entry is not None
+        rig.store._index.lose(entry, Loss.EVICTED)
     assert rig.cache.why_recomputed(end, end.end) is MissReason.EVICTED
     again = rig.submit([*prompt, 7], base=end, generate=1)
     rig.run()
     assert again.usage.recomputed_tokens > 0 and again.usage.miss_reason is MissReason.EVICTED
+    rig.settle()
+
+
+@pytest.mark.parametrize(("why", "told"), [(Loss.EVICTED, "EVICTED"), (Loss.CORRUPT, "CORRUPT")])
+@pytest.mark.parametrize("early", [False, True])
+def test_an_end_that_does_not_stand_says_what_became_of_its_state(why: Loss, told: str, *, early: bool) -> None:
+    rig = rig_with(OFF)
+    heard = rig.submit(prompt_of(2_000), generate=5, save=True)
+    while heard.row not in rig.steps.rows or rig.steps.rows[heard.row].position < 800:
+        assert rig.turn()
+    first = rig.steps.rows[heard.row].recorder.last_block.path()[0]
+    with rig.store._lock:
+        entry = rig.store._index.get(RecordId(first.key, FULL))
+        assert entry is not None
+        rig.store._index.lose(entry, why)
+    if early:
+        rig.loop.stop(heard.row)
+    rig.run()
+    (event,) = [event for event in heard.events if isinstance(event, NodeAt)]
+    assert event.final and event.lost == told and not rig.cache.stands(event.node)
+    rig.settle()
+
+
+def test_an_end_that_was_evicted_before_it_got_its_name_is_seen_to_be_gone_and_its_receipt_says_why() -> None:
+    rig = rig_with(OFF, memory=6_000)
+    first = rig.submit(prompt_of(700), generate=3, save=True)
+    rig.run()
+    end = first.nodes[703]
+    assert rig.cache.why_not(end) is MissReason.NONE
+    rig.submit(prompt_of(700, "other"), keep=[700])
+    rig.run()
+    named = rig.cache.add_snapshot("a", end, Keep(), parent=None)
+    state = rig.cache.state_of(named)
+    assert state.restorable < 703 and rig.cache.why_not(end) is MissReason.EVICTED
+    again = rig.submit([*end.all_tokens(), 9], base=end, generate=2)
+    rig.run()
+    assert again.receipt == (state.restorable, 703 - state.restorable, 1)
+    assert again.usage.miss_reason is MissReason.EVICTED
+    rig.cache.delete(named)
+    rig.settle()
+
+
+def test_state_that_the_disk_did_not_take_after_all_was_not_evicted() -> None:
+    rig = rig_with(THROUGH)
+    heard = rig.submit(prompt_of(700), keep=[700])
+    rig.run()
+    end = heard.nodes[700]
+    with rig.store._lock:
+        entry = rig.store._index.get(RecordId(end.key, STATE))
+        assert entry is not None
+        rig.store._index.lose(entry, Loss.NOT_WRITTEN)
+    again = rig.submit([*end.all_tokens(), 9], base=end, generate=2)
+    rig.run()
+    assert again.usage.recomputed_tokens > 0 and again.usage.miss_reason is MissReason.NOT_WRITTEN
     rig.settle()

@@ -151,8 +151,37 @@ def test_replies_are_forgotten_in_time_and_beyond_a_number(service: Service, mon
         monkeypatch.setattr(idempotency, "MEMORY_CALLS", 3)
         for number in range(3):
             await fork(replace(CALL, request_id=f"n{number}"), "a")
-        assert len(service.replays._done) == 3
+        assert len(service.replays._done["a"].replies) == 3
         assert await fork(CALL, "a") == "reply 6"
+
+    run(play)
+
+
+def test_a_callers_replies_take_so_many_bytes_and_flush_nobody_elses(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        fork = service.replays.unary("Fork", service.unary)
+        assert await fork(CALL, "b") == "reply 1"
+        monkeypatch.setattr(idempotency, "MEMORY_BYTES", 10_000)
+        monkeypatch.setattr(idempotency, "MEMORY_CALLS", 8)
+
+        def large(number: int, size: int) -> ForkCall:
+            return ForkCall(parent="x" * size, branches=(), request_id=f"n{number}")
+
+        for number in range(4):
+            await fork(large(number, 3_000), "a")  # replies 2 to 5: three of them fit
+        await fork(large(4, 20_000), "a")  # too large by itself
+        assert [request_id for _, _, request_id in service.replays._done["a"].replies] == ["n1", "n2", "n3"]
+        assert await fork(large(3, 3_000), "a") == "reply 5"
+        assert await fork(large(4, 20_000), "a") == "reply 7"
+        for number in range(20):
+            await fork(replace(CALL, request_id=f"o{number}"), "a")
+        assert len(service.replays._done["a"].replies) == 8
+        assert await fork(CALL, "b") == "reply 1"
+        service.now = MEMORY_SECONDS + 1
+        await fork(replace(CALL, request_id="late"), "c")
+        assert list(service.replays._done) == ["c"]  # nobody's stay beyond their time
 
     run(play)
 

@@ -712,8 +712,7 @@ def test_state_that_does_not_add_up_fails_its_row_and_no_other(rig: LoopRig) -> 
 
 
 def test_a_store_that_takes_nothing_slows_nothing_down_but_the_snapshot_says_so() -> None:
-    rig = LoopRig(memory=0, disk=0)
-    rig.store._config = rig.store._config.__class__(memory_bytes=0, disk_bytes=0, queue_bytes=0, min_free_bytes=0)
+    rig = LoopRig(memory=0, disk=0, queue_bytes=0)
     heard = rig.submit(prompt_of(300), generate=3, save=True)
     rig.run()
     assert heard.tokens == rig.engine.continuation(prompt_of(300), 3)
@@ -1075,10 +1074,10 @@ def test_a_row_that_fails_last_leaves_no_loan_behind() -> None:
     heard = rig.submit([1, 2, 3], generate=50)
     rig.until(heard, State.DECODE)
     rig.turn()
-    assert rig.store._lent > 0
+    assert rig.store._placement.lent > 0
     rig.steps.rows.fail(heard.row, ValueError("the model refused it"), closed=True)
     assert rig.scheduler.count(*State) == 0
-    assert rig.store._lent == 0
+    assert rig.store._placement.lent == 0
 
 
 @pytest.mark.parametrize("way", ["stop", "cancel and save"])

@@ -226,6 +226,12 @@ def test_what_could_not_be_kept_is_told_with_its_cause_and_a_time_to_retry() -> 
     assert told.metadata == {} and told.text.endswith("no room for 5 bytes")
 
 
+def test_what_no_budget_can_hold_is_not_to_be_tried_again() -> None:
+    error = store_full(PutResult.SKIPPED_TOO_LARGE.name)
+    assert (error.metadata, error.retry_after) == ({"cause": "TOO_LARGE"}, None)
+    assert "larger than either budget" in error.text and "--disk-bytes" in error.hint
+
+
 def test_on_a_stalled_disk_all_rows_together_park_a_bounded_number_of_bytes() -> None:
     """Rows that wait for their end to be stored leave their slots, so no count of rows bounds what they hold."""
     rig = slow_rig(rows=4, queue=60)
@@ -268,6 +274,35 @@ def test_a_cancelled_work_that_is_to_be_saved_waits_for_its_state(rig: LoopRig) 
 
 
 def test_state_that_was_evicted_has_a_hint_of_its_own() -> None:
-    error = store_full("NOT_STORED")
-    assert error.metadata == {"cause": "NOT_STORED"}
+    error = store_full("EVICTED")
+    assert error.metadata == {"cause": "EVICTED"}
     assert "evicted" in error.text and "--memory-bytes" in error.hint
+
+
+def test_places_larger_than_the_queue_are_stored_one_after_another() -> None:
+    """A small memory budget makes a small queue, but state is as large as the model makes it."""
+    rig = LoopRig(queue_bytes=50, snapshot_wait=WAIT, rows=3)
+    calls = [rig.submit(prompt_of(700, i), keep=[700], generate=3, save=True) for i in range(3)]
+    turn_all(rig)
+    assert rig.steps.parking._bytes > 4 * 2 * 50
+    rig.run()
+    for heard in calls:
+        assert lost(heard) == {700: "", 703: ""}
+        assert rig.cache.stands(heard.nodes[700]) and rig.cache.stands(heard.nodes[703])
+    assert PutResult.SKIPPED_TOO_LARGE not in rig.store.stats().skipped
+    rig.settle()
+
+
+def test_state_that_was_asked_for_waits_for_the_disk_rather_than_push_other_such_state_out() -> None:
+    """Memory holds one of three conversations, and the disk gets on by one record a step."""
+    rig = LoopRig(memory=6_000, queue_bytes=QUEUE, snapshot_wait=WAIT, rows=3)
+    calls = [rig.submit(prompt_of(700, i), keep=[700], generate=3, save=True) for i in range(3)]
+    while any(heard.end is None for heard in calls):
+        turn_all(rig)
+        rig.store.run_pending(1)
+    for heard in calls:
+        assert lost(heard) == {700: "", 703: ""}
+        assert rig.cache.stands(heard.nodes[700]) and rig.cache.stands(heard.nodes[703])
+    evicted = rig.store.stats().evicted
+    assert sum(usage.records for usage in evicted.values()) == 0
+    rig.settle()

@@ -12,7 +12,9 @@ from .connection import AsyncConnection
 from .endpoint import Tls, endpoint
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
-from .values import CacheStats, Extended, HealthStatus, ModelInfo, ServerInfo, SnapshotInfo, TokenCount
+from .values import CacheStats, Extended, HealthStatus, ModelInfo, Plan, ServerInfo, SnapshotInfo, TokenCount
+from .watch_wire import watch_request
+from .watching import AsyncWatch
 
 
 class AsyncClient:
@@ -106,6 +108,16 @@ class AsyncClient:
             if not token:
                 return
 
+    def watch(
+        self, *, labels: Mapping[str, str] | None = None, resume_token: str = "", timeout: float | None = None
+    ) -> AsyncWatch:
+        """Follows the caller's snapshots: what there is, Synced, then what happens. Ends by an error, or `cancel`.
+
+        Behind a `resume_token` of the same labels: Synced at once, then all that happened since. Errors come out of the
+        returned object. `timeout` is that of the whole watch; None, whatever the client's own, is for ever.
+        """
+        return AsyncWatch(self._connection, watch_request(labels, resume_token), timeout, resume_token)
+
     async def extend_snapshots(
         self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None
     ) -> Extended:
@@ -139,6 +151,23 @@ class AsyncClient:
     ) -> TokenCount:
         """Renders and tokenizes without running the model. `rendered`: also return the text and the ids."""
         return await self._connection.unary(calls.count_tokens(input, parent, model=model, rendered=rendered), timeout)
+
+    async def plan(
+        self,
+        input: InputLike | None = None,
+        parent: SnapshotRef | None = None,
+        *,
+        model: str = "",
+        branches: int = 1,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> Plan:
+        """What a call would meet now: restored and computed tokens, TTFT, whether it would be admitted. Runs nothing.
+
+        `branches`: so many calls that go on from there at once, as after a fork.
+        """
+        call = calls.plan(input, parent, model=model, branches=branches, max_tokens=max_tokens)
+        return await self._connection.unary(call, timeout)
 
     async def stop(self, generation: str, *, timeout: float | None = None) -> bool:
         """Ends a generation by name ("generations/…"), cleanly. False if it had ended already."""

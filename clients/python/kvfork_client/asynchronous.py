@@ -191,7 +191,7 @@ class AsyncGeneration(GenerationHandle[AsyncSnapshot]):
         self._stop_wanted = False
         self._stream = connection.generate(request, timeout)
         # grpc.aio since 1.83 neither collects nor cancels a call that nobody holds any more (grpc/grpc#43462).
-        self._abandon = weakref.finalize(self, _give_up, asyncio.get_running_loop(), self._stream)
+        self._abandon = weakref.finalize(self, give_up, asyncio.get_running_loop(), self._stream)
         self._abandon.atexit = False
 
     def events(self) -> AsyncIterator[Event]:
@@ -314,7 +314,7 @@ class _Loop(Generic[T]):
         self._leave()
 
 
-def _give_up(loop: asyncio.AbstractEventLoop, stream: AsyncByteStream) -> None:
+def give_up(loop: asyncio.AbstractEventLoop, stream: AsyncByteStream) -> None:
     """Cancels a stream from whatever thread drops it."""
     try:
         here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()

@@ -37,6 +37,7 @@ from .values import (
     Forked,
     HealthStatus,
     ModelInfo,
+    Plan,
     RolledBack,
     ServerInfo,
     SnapshotInfo,
@@ -161,6 +162,20 @@ def count_tokens(
         INFERENCE + "CountTokens",
         request,
         lambda data: decode.token_count(_read(inference_pb.CountTokensResponse, data)),
+    )
+
+
+def plan(
+    input: InputLike | None, parent: SnapshotRef | None, *, model: str, branches: int, max_tokens: int | None
+) -> Call[Plan]:
+    request = inference_pb.CountTokensRequest(
+        model=model,
+        parent=encode.snapshot_name(parent),
+        input=_input(input, parent),
+        plan=inference_pb.PlanOptions(branches=branches, max_tokens=max_tokens),
+    )
+    return _call(
+        INFERENCE + "CountTokens", request, lambda data: decode.plan(_read(inference_pb.CountTokensResponse, data))
     )
 
 
@@ -301,7 +316,7 @@ def cache_stats() -> Call[CacheStats]:
     return _call(
         SERVER + "GetCacheStats",
         request,
-        lambda data: decode.cache_stats(_read(server_pb.GetCacheStatsResponse, data).stats),
+        lambda data: decode.cache_stats(_read(server_pb.GetCacheStatsResponse, data)),
     )
 
 

@@ -12,7 +12,9 @@ from .connection import Connection
 from .endpoint import Tls, endpoint
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
-from .values import CacheStats, Extended, HealthStatus, ModelInfo, ServerInfo, SnapshotInfo, TokenCount
+from .values import CacheStats, Extended, HealthStatus, ModelInfo, Plan, ServerInfo, SnapshotInfo, TokenCount
+from .watch_wire import watch_request
+from .watching import Watch
 
 
 class Client:
@@ -106,6 +108,16 @@ class Client:
             if not token:
                 return
 
+    def watch(
+        self, *, labels: Mapping[str, str] | None = None, resume_token: str = "", timeout: float | None = None
+    ) -> Watch:
+        """Follows the caller's snapshots: what there is, Synced, then what happens. Ends by an error, or `cancel`.
+
+        Behind a `resume_token` of the same labels: Synced at once, then all that happened since. Errors come out of the
+        returned object. `timeout` is that of the whole watch; None, whatever the client's own, is for ever.
+        """
+        return Watch(self._connection, watch_request(labels, resume_token), timeout, resume_token)
+
     def extend_snapshots(
         self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None
     ) -> Extended:
@@ -139,6 +151,23 @@ class Client:
     ) -> TokenCount:
         """Renders and tokenizes without running the model. `rendered`: also return the text and the ids."""
         return self._connection.unary(calls.count_tokens(input, parent, model=model, rendered=rendered), timeout)
+
+    def plan(
+        self,
+        input: InputLike | None = None,
+        parent: SnapshotRef | None = None,
+        *,
+        model: str = "",
+        branches: int = 1,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> Plan:
+        """What a call would meet now: restored and computed tokens, TTFT, whether it would be admitted. Runs nothing.
+
+        `branches`: so many calls that go on from there at once, as after a fork.
+        """
+        call = calls.plan(input, parent, model=model, branches=branches, max_tokens=max_tokens)
+        return self._connection.unary(call, timeout)
 
     def stop(self, generation: str, *, timeout: float | None = None) -> bool:
         """Ends a generation by name ("generations/…"), cleanly. False if it had ended already."""

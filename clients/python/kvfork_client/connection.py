@@ -17,6 +17,7 @@ from .endpoint import Endpoint
 from .errors import Cancelled, KVForkError
 from .generating import GENERATE
 from .status import from_status
+from .watch_wire import WATCH
 
 R = TypeVar("R")
 
@@ -72,8 +73,15 @@ class Connection:
 
     def generate(self, request: bytes, timeout: float | None) -> ByteStream:
         """Starts a generation; errors come out of the stream."""
-        method: Any = self._channel.unary_stream(GENERATE)
-        stream: ByteStream = method(request, timeout=self._deadline(timeout), metadata=self.where.metadata)
+        return self._stream(GENERATE, request, self._deadline(timeout))
+
+    def watch(self, request: bytes, timeout: float | None) -> ByteStream:
+        """Starts a watch, which ends with `timeout` alone: the connection's is for calls that end."""
+        return self._stream(WATCH, request, timeout)
+
+    def _stream(self, path: str, request: bytes, timeout: float | None) -> ByteStream:
+        method: Any = self._channel.unary_stream(path)
+        stream: ByteStream = method(request, timeout=timeout, metadata=self.where.metadata)
         return stream
 
     def close(self) -> None:
@@ -107,8 +115,15 @@ class AsyncConnection:
 
     def generate(self, request: bytes, timeout: float | None) -> AsyncByteStream:
         """Starts a generation; errors come out of the stream."""
-        method: Any = self._open().unary_stream(GENERATE)
-        stream: AsyncByteStream = method(request, timeout=self._deadline(timeout), metadata=self._metadata())
+        return self._stream(GENERATE, request, self._deadline(timeout))
+
+    def watch(self, request: bytes, timeout: float | None) -> AsyncByteStream:
+        """Starts a watch, which ends with `timeout` alone: the connection's is for calls that end."""
+        return self._stream(WATCH, request, timeout)
+
+    def _stream(self, path: str, request: bytes, timeout: float | None) -> AsyncByteStream:
+        method: Any = self._open().unary_stream(path)
+        stream: AsyncByteStream = method(request, timeout=timeout, metadata=self._metadata())
         return stream
 
     async def close(self) -> None:

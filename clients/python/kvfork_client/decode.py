@@ -12,6 +12,7 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as types_pb
 
 from .values import (
+    Admission,
     CacheStats,
     Channel,
     Created,
@@ -25,9 +26,12 @@ from .values import (
     MissReason,
     ModelInfo,
     ModelState,
+    Phase,
+    Plan,
     Progress,
     Residency,
     RolledBack,
+    Row,
     SamplingDefaults,
     ServerInfo,
     SnapshotInfo,
@@ -197,6 +201,32 @@ def token_count(message: inference_pb.CountTokensResponse) -> TokenCount:
     )
 
 
+def plan(message: inference_pb.CountTokensResponse) -> Plan:
+    planned = message.plan
+
+    def predicted(field: str) -> float | None:
+        return seconds(getattr(planned, field)) if _set(planned, field) else None
+
+    return Plan(
+        total_tokens=message.total_tokens,
+        cached_tokens=message.cached_tokens,
+        memory_tokens=planned.memory_tokens,
+        disk_tokens=planned.disk_tokens,
+        recomputed_tokens=planned.recomputed_tokens,
+        new_tokens=planned.new_tokens,
+        miss_reason=MissReason(int(planned.miss_reason)),
+        memory_bytes=planned.memory_bytes,
+        disk_bytes=planned.disk_bytes,
+        load=predicted("predicted_load"),
+        prefill=predicted("predicted_prefill"),
+        ttft=predicted("predicted_ttft"),
+        admission=Admission(int(planned.admission)),
+        reason=planned.reason,
+        need_bytes=planned.need_bytes,
+        free_bytes=planned.free_bytes,
+    )
+
+
 def _sampling_defaults(message: types_pb.Sampling) -> SamplingDefaults:
     return SamplingDefaults(
         temperature=message.temperature if _set(message, "temperature") else None,
@@ -235,19 +265,35 @@ def server_info(message: server_pb.GetServerInfoResponse) -> ServerInfo:
             max_request_bytes=limits.max_request_bytes,
             max_image_bytes=limits.max_image_bytes,
             max_images=limits.max_images,
+            max_image_pixels=limits.max_image_pixels,
             max_fork_branches=limits.max_fork_branches,
             max_queue=limits.max_queue,
             max_batch=limits.max_batch,
             max_snapshots=limits.max_snapshots,
             max_pinned=limits.max_pinned,
             max_ttl=seconds(limits.max_ttl),
+            max_watches=limits.max_watches,
         ),
         uptime=seconds(message.uptime),
         draining=message.draining,
     )
 
 
-def cache_stats(message: server_pb.CacheStats) -> CacheStats:
+def row(message: server_pb.Row) -> Row:
+    return Row(
+        generation=message.generation,
+        phase=Phase(int(message.phase)),
+        parent=message.parent,
+        prompt_tokens=message.prompt_tokens,
+        done_tokens=message.done_tokens,
+        completion_tokens=message.completion_tokens,
+        age=seconds(message.age),
+        priority=message.priority,
+    )
+
+
+def cache_stats(reply: server_pb.GetCacheStatsResponse) -> CacheStats:
+    message = reply.stats
     return CacheStats(
         checkpoint_interval=message.checkpoint_interval,
         active_sequences=message.active_sequences,
@@ -274,4 +320,17 @@ def cache_stats(message: server_pb.CacheStats) -> CacheStats:
         write_errors=message.write_errors,
         writes_paused=message.writes_paused,
         last_write_error=message.last_write_error,
+        restoring_rows=message.restoring_rows,
+        prefilling_rows=message.prefilling_rows,
+        decoding_rows=message.decoding_rows,
+        saving_rows=message.saving_rows,
+        completion_tokens=message.completion_tokens,
+        active_bytes=message.active_bytes,
+        active_limit_bytes=message.active_limit_bytes,
+        evictions_by_tier=dict(message.evictions_by_tier),
+        rows=tuple(row(one) for one in reply.rows),
+        owner=reply.owner,
+        images_encoded=message.images_encoded,
+        image_bytes=message.image_bytes,
+        image_limit_bytes=message.image_limit_bytes,
     )

@@ -1,7 +1,6 @@
 """Where a server is and how to talk to it: address, TLS, token, channel options. Pure; opens nothing.
 
-The plaintext default is for loopback and unix sockets. A token is sent in the clear only there, or where the caller
-says so with `tls=False`.
+The plaintext default is for loopback and unix sockets, and a token is sent in the clear only there.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ def endpoint(target: str, *, token: str | None, tls: Tls | bool | None, retry: b
     """Raises ValueError for an address gRPC would misread, and for a token that would cross a network in the clear."""
     address = normal_target(target)
     local = is_local(address)
-    if token and not tls and tls is not False and not local:
-        raise ValueError(
-            f"refusing to send a token to {address} without TLS; pass tls=True, or tls=False if the network is trusted"
-        )
+    if token and not tls and not local:
+        raise ValueError(f"refusing to send a token to {address} without TLS; pass tls=True, or a Tls with its ca")
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("a token is printable ASCII without spaces; was it read with its line end?")
     secure = Tls() if tls is True else tls or None
     options: list[tuple[str, str | int]] = [
         ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),

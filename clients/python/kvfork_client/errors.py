@@ -9,9 +9,9 @@
     │                                SnapshotNotDurable
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
     │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
-    ├── ResourceExhausted            QueueFull, ActiveMemory, SnapshotQuota, PinQuota, StoreFull, ForkMemory,
-    │                                SlowReader, WatchOverflow
-    ├── Unavailable                  ServerDraining, ModelLoading, EngineDown
+    ├── ResourceExhausted            QueueFull, CallQuota, ActiveMemory, SnapshotQuota, PinQuota, StoreFull,
+    │                                ForkMemory, ImageMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota
+    ├── Unavailable                  ServerDraining, ModelLoading, EngineDown, TlsFailed
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
     ├── Aborted                      RequestInProgress
@@ -19,7 +19,8 @@
     ├── DataLoss                     CheckpointCorrupt
     ├── Internal                     .incident
     ├── DeadlineExceeded             DeadlineUnmet
-    └── Unauthenticated, Unimplemented, Cancelled, Unknown
+    ├── Unauthenticated              TokenMissing, TokenUnknown, CertificateUnusable
+    └── Unimplemented, Cancelled, Unknown
 
 The class is looked up by status code and reason; a reason this client does not know gets the class of its code.
 """
@@ -37,7 +38,9 @@ __all__ = [
     "ActiveMemory",
     "AdminRequired",
     "AlreadyExists",
+    "CallQuota",
     "Cancelled",
+    "CertificateUnusable",
     "CheckpointCorrupt",
     "ConstraintFailed",
     "ContextOverflow",
@@ -50,6 +53,7 @@ __all__ = [
     "FieldViolation",
     "ForkMemory",
     "ImageInvalid",
+    "ImageMemory",
     "ImageNotHeld",
     "ImageTooLarge",
     "ImageUnsupported",
@@ -76,6 +80,7 @@ __all__ = [
     "RollbackBeyondEnd",
     "ServerDraining",
     "SlowReader",
+    "SlowSender",
     "SnapshotDeleted",
     "SnapshotEvicted",
     "SnapshotExpired",
@@ -88,12 +93,16 @@ __all__ = [
     "StoreFull",
     "TemplateMissing",
     "TemplateNotAppendable",
+    "TlsFailed",
+    "TokenMissing",
+    "TokenUnknown",
     "TurnOpen",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
     "Unknown",
     "WatchOverflow",
+    "WatchQuota",
     "WrongInstance",
 ]
 
@@ -329,6 +338,13 @@ class QueueFull(ResourceExhausted):
     advice = "try again later"
 
 
+class CallQuota(ResourceExhausted):
+    """metadata: limit."""
+
+    REASON = "CALL_QUOTA"
+    advice = "wait for some of your calls to end"
+
+
 class ActiveMemory(ResourceExhausted):
     """metadata: needBytes, limitBytes."""
 
@@ -351,6 +367,13 @@ class StoreFull(ResourceExhausted):
     advice = "release snapshots, or give the store more room"
 
 
+class ImageMemory(ResourceExhausted):
+    """metadata: needBytes, limitBytes."""
+
+    REASON = "IMAGE_MEMORY"
+    advice = "delete snapshots with images, or give the server more --image-bytes"
+
+
 class ForkMemory(ResourceExhausted):
     """Nothing was created. metadata: needBytes, freeBytes."""
 
@@ -363,9 +386,21 @@ class SlowReader(ResourceExhausted):
     advice = "read the stream faster, or gather more tokens into a message"
 
 
+class SlowSender(ResourceExhausted):
+    REASON = "SLOW_SENDER"
+    advice = "the request took too long to arrive: send less at a time"
+
+
 class WatchOverflow(ResourceExhausted):
     REASON = "WATCH_OVERFLOW"
     advice = "start the watch over"
+
+
+class WatchQuota(ResourceExhausted):
+    """metadata: limit."""
+
+    REASON = "WATCH_QUOTA"
+    advice = "end a watch, or share one"
 
 
 class Unavailable(KVForkError):
@@ -390,6 +425,14 @@ class ModelLoading(Unavailable):
 class EngineDown(Unavailable):
     REASON = "ENGINE_DOWN"
     advice = "the model's thread is dead or stuck: restart the server"
+
+
+class TlsFailed(Unavailable):
+    """No connection was made, because the two sides do not trust or do not understand each other. Never the server's
+    own word: this client reads it off the failure."""
+
+    REASON = "TLS_FAILED"
+    advice = "check that the server speaks TLS, that its certificate is from the given ca and names the address"
 
 
 class OutOfRange(KVForkError):
@@ -440,6 +483,21 @@ class AdminRequired(PermissionDenied):
 class Unauthenticated(KVForkError):
     CODE = grpc.StatusCode.UNAUTHENTICATED
     advice = "give a valid token or client certificate"
+
+
+class TokenMissing(Unauthenticated):
+    REASON = "TOKEN_MISSING"
+    advice = "give the client a token"
+
+
+class TokenUnknown(Unauthenticated):
+    REASON = "TOKEN_UNKNOWN"
+    advice = "check the token: it may be mistyped, or have been replaced"
+
+
+class CertificateUnusable(Unauthenticated):
+    REASON = "CERTIFICATE_UNUSABLE"
+    advice = "use a client certificate with one name"
 
 
 class DataLoss(KVForkError):

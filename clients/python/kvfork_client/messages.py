@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import enum
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,10 @@ class Image:
     def file(cls, path: str | os.PathLike[str]) -> Self:
         """Reads the file now; the server never opens paths or URLs."""
         return cls(data=Path(path).read_bytes())
+
+    def digest(self) -> Self:
+        """The same picture by its SHA-256 alone, for calls after one that sent it; ImageNotHeld: send it again."""
+        return self if self.sha256 else type(self)(sha256=hashlib.sha256(self.data).digest(), mime_type=self.mime_type)
 
 
 Part = str | Tokens | Image

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from .errors import FieldViolation, KVForkError, Unknown
+from .errors import FieldViolation, KVForkError, TlsFailed, Unknown
 
 DETAILS_KEY = "grpc-status-details-bin"
 
@@ -48,6 +48,8 @@ def from_status(code: grpc.StatusCode, text: str, trailers: Iterable[tuple[str, 
             resource = detail.resource_name
         elif isinstance(detail, error_details_pb2.RequestInfo):
             incident = detail.request_id
+    if code is grpc.StatusCode.UNAVAILABLE and not reason and "handshake failed" in text.lower():
+        return TlsFailed(text)
     return error_class(code, reason)(
         text,
         reason=reason,

@@ -65,6 +65,38 @@ class Channel(WireEnum):
     TOOL_CALL = 2
 
 
+class GoneReason(WireEnum):
+    """Why a snapshot went away."""
+
+    UNSPECIFIED = 0
+    DELETED = 1
+    ROLLED_BACK = 2
+    EXPIRED = 3
+    EVICTED = 4
+    CORRUPT = 5
+    UNLISTED = 6  # it is there, without the labels that the watch asks for
+
+
+class Admission(WireEnum):
+    """What would become of a call."""
+
+    UNSPECIFIED = 0
+    NOW = 1
+    QUEUED = 2  # taken, and would wait
+    REFUSED = 3
+
+
+class Phase(WireEnum):
+    """Where a sequence is."""
+
+    UNSPECIFIED = 0
+    QUEUED = 1
+    RESTORING = 2
+    PREFILL = 3
+    DECODE = 4
+    SAVING = 5
+
+
 class ModelState(WireEnum):
     """Whether a model can be used."""
 
@@ -260,6 +292,26 @@ class Extended:
     missing: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Changed(Generic[S]):
+    """A snapshot is new, or is otherwise now."""
+
+    snapshot: S
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A snapshot went away."""
+
+    name: str
+    reason: GoneReason
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """All that was there has been told; what follows is news."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCount:
     """The size of an input. `text` and `token_ids` only if the rendered form was asked for."""
@@ -270,6 +322,31 @@ class TokenCount:
     remaining_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a call would meet now: cached + recomputed + new = total. A prediction is None until something was measured.
+
+    `ttft` is from admission, were nothing else running. `reason`: why it would not begin at once.
+    """
+
+    total_tokens: int
+    cached_tokens: int = 0
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    recomputed_tokens: int = 0
+    new_tokens: int = 0
+    miss_reason: MissReason = MissReason.NONE
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    load: float | None = None
+    prefill: float | None = None
+    ttft: float | None = None
+    admission: Admission = Admission.UNSPECIFIED
+    reason: str = ""
+    need_bytes: int = 0
+    free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,12 +385,14 @@ class Limits:
     max_request_bytes: int = 0
     max_image_bytes: int = 0
     max_images: int = 0
+    max_image_pixels: int = 0
     max_fork_branches: int = 0
     max_queue: int = 0
     max_batch: int = 0
     max_snapshots: int = 0
     max_pinned: int = 0
     max_ttl: float = 0.0
+    max_watches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +406,20 @@ class ServerInfo:
     limits: Limits = field(default_factory=Limits)
     uptime: float = 0.0
     draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A sequence of the caller's that runs or waits."""
+
+    generation: str = ""  # empty for a snapshot being made
+    phase: Phase = Phase.UNSPECIFIED
+    parent: str = ""
+    prompt_tokens: int = 0
+    done_tokens: int = 0
+    completion_tokens: int = 0
+    age: float = 0.0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,3 +451,16 @@ class CacheStats:
     write_errors: int = 0
     writes_paused: bool = False
     last_write_error: str = ""
+    restoring_rows: int = 0
+    prefilling_rows: int = 0
+    decoding_rows: int = 0
+    saving_rows: int = 0
+    completion_tokens: int = 0
+    active_bytes: int = 0  # reserved by running sequences
+    active_limit_bytes: int = 0
+    evictions_by_tier: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()  # the caller's own, oldest first
+    owner: str = ""  # whose snapshots and calls alone are counted; empty: the whole server's
+    images_encoded: int = 0
+    image_bytes: int = 0
+    image_limit_bytes: int = 0

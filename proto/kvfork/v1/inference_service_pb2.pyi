@@ -39,6 +39,13 @@ class Release(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RELEASE_NONE: _ClassVar[Release]
     RELEASE_SOURCE: _ClassVar[Release]
     RELEASE_ABANDONED: _ClassVar[Release]
+
+class Admission(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADMISSION_UNSPECIFIED: _ClassVar[Admission]
+    ADMISSION_NOW: _ClassVar[Admission]
+    ADMISSION_QUEUED: _ClassVar[Admission]
+    ADMISSION_REFUSED: _ClassVar[Admission]
 CHANNEL_UNSPECIFIED: Channel
 CHANNEL_REASONING: Channel
 CHANNEL_TOOL_CALL: Channel
@@ -56,6 +63,10 @@ RELEASE_UNSPECIFIED: Release
 RELEASE_NONE: Release
 RELEASE_SOURCE: Release
 RELEASE_ABANDONED: Release
+ADMISSION_UNSPECIFIED: Admission
+ADMISSION_NOW: Admission
+ADMISSION_QUEUED: Admission
+ADMISSION_REFUSED: Admission
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "parent", "input", "sampling", "stopping", "output", "save", "save_on_cancel", "max_recompute_tokens", "marks", "constraint", "priority", "request_id")
@@ -330,29 +341,73 @@ class RollbackResponse(_message.Message):
     def __init__(self, snapshot: _Optional[_Union[_types_pb2.Snapshot, _Mapping]] = ..., released: _Optional[_Iterable[str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ...) -> None: ...
 
 class CountTokensRequest(_message.Message):
-    __slots__ = ("model", "parent", "input", "include_rendered")
+    __slots__ = ("model", "parent", "input", "include_rendered", "plan")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_RENDERED_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     model: str
     parent: str
     input: _types_pb2.Input
     include_rendered: bool
-    def __init__(self, model: _Optional[str] = ..., parent: _Optional[str] = ..., input: _Optional[_Union[_types_pb2.Input, _Mapping]] = ..., include_rendered: _Optional[bool] = ...) -> None: ...
+    plan: PlanOptions
+    def __init__(self, model: _Optional[str] = ..., parent: _Optional[str] = ..., input: _Optional[_Union[_types_pb2.Input, _Mapping]] = ..., include_rendered: _Optional[bool] = ..., plan: _Optional[_Union[PlanOptions, _Mapping]] = ...) -> None: ...
+
+class PlanOptions(_message.Message):
+    __slots__ = ("branches", "max_tokens")
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    branches: int
+    max_tokens: int
+    def __init__(self, branches: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("memory_tokens", "disk_tokens", "recomputed_tokens", "new_tokens", "miss_reason", "disk_bytes", "memory_bytes", "predicted_load", "predicted_prefill", "predicted_ttft", "admission", "reason", "need_bytes", "free_bytes")
+    MEMORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_LOAD_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NEED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    memory_tokens: int
+    disk_tokens: int
+    recomputed_tokens: int
+    new_tokens: int
+    miss_reason: _types_pb2.MissReason
+    disk_bytes: int
+    memory_bytes: int
+    predicted_load: _duration_pb2.Duration
+    predicted_prefill: _duration_pb2.Duration
+    predicted_ttft: _duration_pb2.Duration
+    admission: Admission
+    reason: str
+    need_bytes: int
+    free_bytes: int
+    def __init__(self, memory_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[_types_pb2.MissReason, str]] = ..., disk_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., predicted_load: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., predicted_prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., predicted_ttft: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., admission: _Optional[_Union[Admission, str]] = ..., reason: _Optional[str] = ..., need_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
 
 class CountTokensResponse(_message.Message):
-    __slots__ = ("total_tokens", "image_tokens", "cached_tokens", "remaining_tokens", "token_ids", "text")
+    __slots__ = ("total_tokens", "image_tokens", "cached_tokens", "remaining_tokens", "token_ids", "text", "plan")
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REMAINING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     total_tokens: int
     image_tokens: int
     cached_tokens: int
     remaining_tokens: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
-    def __init__(self, total_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., remaining_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
+    plan: Plan
+    def __init__(self, total_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., remaining_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...

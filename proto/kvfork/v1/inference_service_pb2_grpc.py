@@ -112,7 +112,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CountTokens(self, request, context):
-        """Renders and tokenizes an input without running the model.
+        """Renders and tokenizes an input without running the model; on request, also
+        what a call with it would cost now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvfork.v1 import types_pb2 as kvfork_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvfork/v1/server_service.proto\x12\tkvfork.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15kvfork/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\xbd\x01\n\x15GetServerInfoResponse\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.kvfork.v1.Limits\x12)\n\x06uptime\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"\xe8\x01\n\x06Limits\x12\x19\n\x11max_request_bytes\x18\x01 \x01(\x04\x12\x17\n\x0fmax_image_bytes\x18\x02 \x01(\x04\x12\x12\n\nmax_images\x18\x03 \x01(\r\x12\x19\n\x11max_fork_branches\x18\x04 \x01(\r\x12\x11\n\tmax_queue\x18\x05 \x01(\r\x12\x11\n\tmax_batch\x18\x06 \x01(\r\x12\x15\n\rmax_snapshots\x18\x07 \x01(\r\x12\x12\n\nmax_pinned\x18\x08 \x01(\r\x12*\n\x07max_ttl\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kvfork.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.kvfork.v1.Model\"\xd5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvfork.v1.Model.State\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x0e\n\x06vision\x18\x07 \x01(\x08\x12\x11\n\ttrimmable\x18\x08 \x01(\x08\x12\x17\n\x0f\x62ytes_per_token\x18\t \x01(\x04\x12-\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x13.kvfork.v1.Sampling\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\"\x16\n\x14GetCacheStatsRequest\"=\n\x15GetCacheStatsResponse\x12$\n\x05stats\x18\x01 \x01(\x0b\x32\x15.kvfork.v1.CacheStats\"\x93\x06\n\nCacheStats\x12\x1b\n\x13\x63heckpoint_interval\x18\x01 \x01(\r\x12\x18\n\x10\x61\x63tive_sequences\x18\x02 \x01(\r\x12\x14\n\x0cqueued_calls\x18\x03 \x01(\r\x12\x18\n\x10memory_snapshots\x18\x04 \x01(\r\x12\x16\n\x0e\x64isk_snapshots\x18\x05 \x01(\r\x12\x17\n\x0ftoken_snapshots\x18\x06 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x08 \x01(\x04\x12\x12\n\ndisk_bytes\x18\t \x01(\x04\x12\x18\n\x10\x64isk_limit_bytes\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x15\n\rcached_tokens\x18\x0c \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\r \x01(\x04\x12\x1b\n\x13\x63heckpoints_written\x18\x0e \x01(\x04\x12\x18\n\x10\x63heckpoints_read\x18\x0f \x01(\x04\x12\x1b\n\x13\x63heckpoints_corrupt\x18\x10 \x01(\x04\x12\x11\n\tevictions\x18\x11 \x01(\x04\x12\x19\n\x11\x63heckpoint_policy\x18\x12 \x01(\t\x12J\n\x13\x63heckpoints_skipped\x18\x13 \x03(\x0b\x32-.kvfork.v1.CacheStats.CheckpointsSkippedEntry\x12\x15\n\rpending_bytes\x18\x14 \x01(\x04\x12\x1b\n\x13written_today_bytes\x18\x15 \x01(\x04\x12$\n\x17\x64\x61ily_write_limit_bytes\x18\x16 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0cwrite_errors\x18\x17 \x01(\x04\x12\x15\n\rwrites_paused\x18\x18 \x01(\x08\x12\x18\n\x10last_write_error\x18\x19 \x01(\t\x1a\x39\n\x17\x43heckpointsSkippedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x1a\n\x18_daily_write_limit_bytes\"f\n\x10TrimCacheRequest\x12\x19\n\x0cmemory_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\ndisk_bytes\x18\x02 \x01(\x04H\x01\x88\x01\x01\x42\x0f\n\r_memory_bytesB\r\n\x0b_disk_bytes\"9\n\x11TrimCacheResponse\x12$\n\x05stats\x18\x01 \x01(\x0b\x32\x15.kvfork.v1.CacheStats2\x8f\x03\n\rServerService\x12R\n\rGetServerInfo\x12\x1f.kvfork.v1.GetServerInfoRequest\x1a .kvfork.v1.GetServerInfoResponse\x12I\n\nListModels\x12\x1c.kvfork.v1.ListModelsRequest\x1a\x1d.kvfork.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.kvfork.v1.GetModelRequest\x1a\x1b.kvfork.v1.GetModelResponse\x12R\n\rGetCacheStats\x12\x1f.kvfork.v1.GetCacheStatsRequest\x1a .kvfork.v1.GetCacheStatsResponse\x12\x46\n\tTrimCache\x12\x1b.kvfork.v1.TrimCacheRequest\x1a\x1c.kvfork.v1.TrimCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvfork/v1/server_service.proto\x12\tkvfork.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15kvfork/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\xbd\x01\n\x15GetServerInfoResponse\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12!\n\x06limits\x18\x05 \x01(\x0b\x32\x11.kvfork.v1.Limits\x12)\n\x06uptime\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"\x97\x02\n\x06Limits\x12\x19\n\x11max_request_bytes\x18\x01 \x01(\x04\x12\x17\n\x0fmax_image_bytes\x18\x02 \x01(\x04\x12\x12\n\nmax_images\x18\x03 \x01(\r\x12\x19\n\x11max_fork_branches\x18\x04 \x01(\r\x12\x11\n\tmax_queue\x18\x05 \x01(\r\x12\x11\n\tmax_batch\x18\x06 \x01(\r\x12\x15\n\rmax_snapshots\x18\x07 \x01(\r\x12\x12\n\nmax_pinned\x18\x08 \x01(\r\x12*\n\x07max_ttl\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bmax_watches\x18\x0b \x01(\r\x12\x18\n\x10max_image_pixels\x18\n \x01(\x04\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kvfork.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.kvfork.v1.Model\"\xd5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvfork.v1.Model.State\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x0e\n\x06vision\x18\x07 \x01(\x08\x12\x11\n\ttrimmable\x18\x08 \x01(\x08\x12\x17\n\x0f\x62ytes_per_token\x18\t \x01(\x04\x12-\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x13.kvfork.v1.Sampling\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x10\n\x0cSTATE_FAILED\x10\x03\"\x16\n\x14GetCacheStatsRequest\"j\n\x15GetCacheStatsResponse\x12$\n\x05stats\x18\x01 \x01(\x0b\x32\x15.kvfork.v1.CacheStats\x12\x1c\n\x04rows\x18\x02 \x03(\x0b\x32\x0e.kvfork.v1.Row\x12\r\n\x05owner\x18\x03 \x01(\t\"\xcd\x02\n\x03Row\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.kvfork.v1.Row.Phase\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x64one_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x08 \x01(\x11\"|\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPHASE_QUEUED\x10\x01\x12\x13\n\x0fPHASE_RESTORING\x10\x02\x12\x11\n\rPHASE_PREFILL\x10\x03\x12\x10\n\x0cPHASE_DECODE\x10\x04\x12\x10\n\x0cPHASE_SAVING\x10\x05\"\x84\t\n\nCacheStats\x12\x1b\n\x13\x63heckpoint_interval\x18\x01 \x01(\r\x12\x18\n\x10\x61\x63tive_sequences\x18\x02 \x01(\r\x12\x14\n\x0cqueued_calls\x18\x03 \x01(\r\x12\x18\n\x10memory_snapshots\x18\x04 \x01(\r\x12\x16\n\x0e\x64isk_snapshots\x18\x05 \x01(\r\x12\x17\n\x0ftoken_snapshots\x18\x06 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x08 \x01(\x04\x12\x12\n\ndisk_bytes\x18\t \x01(\x04\x12\x18\n\x10\x64isk_limit_bytes\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x15\n\rcached_tokens\x18\x0c \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\r \x01(\x04\x12\x1b\n\x13\x63heckpoints_written\x18\x0e \x01(\x04\x12\x18\n\x10\x63heckpoints_read\x18\x0f \x01(\x04\x12\x1b\n\x13\x63heckpoints_corrupt\x18\x10 \x01(\x04\x12\x11\n\tevictions\x18\x11 \x01(\x04\x12\x19\n\x11\x63heckpoint_policy\x18\x12 \x01(\t\x12J\n\x13\x63heckpoints_skipped\x18\x13 \x03(\x0b\x32-.kvfork.v1.CacheStats.CheckpointsSkippedEntry\x12\x15\n\rpending_bytes\x18\x14 \x01(\x04\x12\x1b\n\x13written_today_bytes\x18\x15 \x01(\x04\x12$\n\x17\x64\x61ily_write_limit_bytes\x18\x16 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0cwrite_errors\x18\x17 \x01(\x04\x12\x15\n\rwrites_paused\x18\x18 \x01(\x08\x12\x18\n\x10last_write_error\x18\x19 \x01(\t\x12\x16\n\x0erestoring_rows\x18\x1a \x01(\r\x12\x17\n\x0fprefilling_rows\x18\x1b \x01(\r\x12\x15\n\rdecoding_rows\x18\x1c \x01(\r\x12\x13\n\x0bsaving_rows\x18\x1d \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x1e \x01(\x04\x12\x14\n\x0c\x61\x63tive_bytes\x18\x1f \x01(\x04\x12\x1a\n\x12\x61\x63tive_limit_bytes\x18  \x01(\x04\x12\x45\n\x11\x65victions_by_tier\x18! \x03(\x0b\x32*.kvfork.v1.CacheStats.EvictionsByTierEntry\x12\x16\n\x0eimages_encoded\x18\" \x01(\x04\x12\x13\n\x0bimage_bytes\x18# \x01(\x04\x12\x19\n\x11image_limit_bytes\x18$ \x01(\x04\x1a\x39\n\x17\x43heckpointsSkippedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x36\n\x14\x45victionsByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x1a\n\x18_daily_write_limit_bytes\"f\n\x10TrimCacheRequest\x12\x19\n\x0cmemory_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\ndisk_bytes\x18\x02 \x01(\x04H\x01\x88\x01\x01\x42\x0f\n\r_memory_bytesB\r\n\x0b_disk_bytes\"9\n\x11TrimCacheResponse\x12$\n\x05stats\x18\x01 \x01(\x0b\x32\x15.kvfork.v1.CacheStats2\x8f\x03\n\rServerService\x12R\n\rGetServerInfo\x12\x1f.kvfork.v1.GetServerInfoRequest\x1a .kvfork.v1.GetServerInfoResponse\x12I\n\nListModels\x12\x1c.kvfork.v1.ListModelsRequest\x1a\x1d.kvfork.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.kvfork.v1.GetModelRequest\x1a\x1b.kvfork.v1.GetModelResponse\x12R\n\rGetCacheStats\x12\x1f.kvfork.v1.GetCacheStatsRequest\x1a .kvfork.v1.GetCacheStatsResponse\x12\x46\n\tTrimCache\x12\x1b.kvfork.v1.TrimCacheRequest\x1a\x1c.kvfork.v1.TrimCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,36 +35,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CACHESTATS_CHECKPOINTSSKIPPEDENTRY']._loaded_options = None
   _globals['_CACHESTATS_CHECKPOINTSSKIPPEDENTRY']._serialized_options = b'8\001'
+  _globals['_CACHESTATS_EVICTIONSBYTIERENTRY']._loaded_options = None
+  _globals['_CACHESTATS_EVICTIONSBYTIERENTRY']._serialized_options = b'8\001'
   _globals['_GETSERVERINFOREQUEST']._serialized_start=100
   _globals['_GETSERVERINFOREQUEST']._serialized_end=122
   _globals['_GETSERVERINFORESPONSE']._serialized_start=125
   _globals['_GETSERVERINFORESPONSE']._serialized_end=314
   _globals['_LIMITS']._serialized_start=317
-  _globals['_LIMITS']._serialized_end=549
-  _globals['_LISTMODELSREQUEST']._serialized_start=551
-  _globals['_LISTMODELSREQUEST']._serialized_end=609
-  _globals['_LISTMODELSRESPONSE']._serialized_start=611
-  _globals['_LISTMODELSRESPONSE']._serialized_end=690
-  _globals['_GETMODELREQUEST']._serialized_start=692
-  _globals['_GETMODELREQUEST']._serialized_end=723
-  _globals['_GETMODELRESPONSE']._serialized_start=725
-  _globals['_GETMODELRESPONSE']._serialized_end=776
-  _globals['_MODEL']._serialized_start=779
-  _globals['_MODEL']._serialized_end=1120
-  _globals['_MODEL_STATE']._serialized_start=1036
-  _globals['_MODEL_STATE']._serialized_end=1120
-  _globals['_GETCACHESTATSREQUEST']._serialized_start=1122
-  _globals['_GETCACHESTATSREQUEST']._serialized_end=1144
-  _globals['_GETCACHESTATSRESPONSE']._serialized_start=1146
-  _globals['_GETCACHESTATSRESPONSE']._serialized_end=1207
-  _globals['_CACHESTATS']._serialized_start=1210
-  _globals['_CACHESTATS']._serialized_end=1997
-  _globals['_CACHESTATS_CHECKPOINTSSKIPPEDENTRY']._serialized_start=1912
-  _globals['_CACHESTATS_CHECKPOINTSSKIPPEDENTRY']._serialized_end=1969
-  _globals['_TRIMCACHEREQUEST']._serialized_start=1999
-  _globals['_TRIMCACHEREQUEST']._serialized_end=2101
-  _globals['_TRIMCACHERESPONSE']._serialized_start=2103
-  _globals['_TRIMCACHERESPONSE']._serialized_end=2160
-  _globals['_SERVERSERVICE']._serialized_start=2163
-  _globals['_SERVERSERVICE']._serialized_end=2562
+  _globals['_LIMITS']._serialized_end=596
+  _globals['_LISTMODELSREQUEST']._serialized_start=598
+  _globals['_LISTMODELSREQUEST']._serialized_end=656
+  _globals['_LISTMODELSRESPONSE']._serialized_start=658
+  _globals['_LISTMODELSRESPONSE']._serialized_end=737
+  _globals['_GETMODELREQUEST']._serialized_start=739
+  _globals['_GETMODELREQUEST']._serialized_end=770
+  _globals['_GETMODELRESPONSE']._serialized_start=772
+  _globals['_GETMODELRESPONSE']._serialized_end=823
+  _globals['_MODEL']._serialized_start=826
+  _globals['_MODEL']._serialized_end=1167
+  _globals['_MODEL_STATE']._serialized_start=1083
+  _globals['_MODEL_STATE']._serialized_end=1167
+  _globals['_GETCACHESTATSREQUEST']._serialized_start=1169
+  _globals['_GETCACHESTATSREQUEST']._serialized_end=1191
+  _globals['_GETCACHESTATSRESPONSE']._serialized_start=1193
+  _globals['_GETCACHESTATSRESPONSE']._serialized_end=1299
+  _globals['_ROW']._serialized_start=1302
+  _globals['_ROW']._serialized_end=1635
+  _globals['_ROW_PHASE']._serialized_start=1511
+  _globals['_ROW_PHASE']._serialized_end=1635
+  _globals['_CACHESTATS']._serialized_start=1638
+  _globals['_CACHESTATS']._serialized_end=2794
+  _globals['_CACHESTATS_CHECKPOINTSSKIPPEDENTRY']._serialized_start=2653
+  _globals['_CACHESTATS_CHECKPOINTSSKIPPEDENTRY']._serialized_end=2710
+  _globals['_CACHESTATS_EVICTIONSBYTIERENTRY']._serialized_start=2712
+  _globals['_CACHESTATS_EVICTIONSBYTIERENTRY']._serialized_end=2766
+  _globals['_TRIMCACHEREQUEST']._serialized_start=2796
+  _globals['_TRIMCACHEREQUEST']._serialized_end=2898
+  _globals['_TRIMCACHERESPONSE']._serialized_start=2900
+  _globals['_TRIMCACHERESPONSE']._serialized_end=2957
+  _globals['_SERVERSERVICE']._serialized_start=2960
+  _globals['_SERVERSERVICE']._serialized_end=3359
 # @@protoc_insertion_point(module_scope)

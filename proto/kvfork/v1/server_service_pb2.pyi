@@ -34,7 +34,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., boot_id: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_image_bytes", "max_images", "max_fork_branches", "max_queue", "max_batch", "max_snapshots", "max_pinned", "max_ttl")
+    __slots__ = ("max_request_bytes", "max_image_bytes", "max_images", "max_fork_branches", "max_queue", "max_batch", "max_snapshots", "max_pinned", "max_ttl", "max_watches", "max_image_pixels")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class Limits(_message.Message):
     MAX_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     MAX_PINNED_FIELD_NUMBER: _ClassVar[int]
     MAX_TTL_FIELD_NUMBER: _ClassVar[int]
+    MAX_WATCHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_PIXELS_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_image_bytes: int
     max_images: int
@@ -53,7 +55,9 @@ class Limits(_message.Message):
     max_snapshots: int
     max_pinned: int
     max_ttl: _duration_pb2.Duration
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_images: _Optional[int] = ..., max_fork_branches: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_snapshots: _Optional[int] = ..., max_pinned: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    max_watches: int
+    max_image_pixels: int
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_images: _Optional[int] = ..., max_fork_branches: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_batch: _Optional[int] = ..., max_snapshots: _Optional[int] = ..., max_pinned: _Optional[int] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_watches: _Optional[int] = ..., max_image_pixels: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -122,14 +126,59 @@ class GetCacheStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCacheStatsResponse(_message.Message):
-    __slots__ = ("stats",)
+    __slots__ = ("stats", "rows", "owner")
     STATS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     stats: CacheStats
-    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ...) -> None: ...
+    rows: _containers.RepeatedCompositeFieldContainer[Row]
+    owner: str
+    def __init__(self, stats: _Optional[_Union[CacheStats, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., owner: _Optional[str] = ...) -> None: ...
+
+class Row(_message.Message):
+    __slots__ = ("generation", "phase", "parent", "prompt_tokens", "done_tokens", "completion_tokens", "age", "priority")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[Row.Phase]
+        PHASE_QUEUED: _ClassVar[Row.Phase]
+        PHASE_RESTORING: _ClassVar[Row.Phase]
+        PHASE_PREFILL: _ClassVar[Row.Phase]
+        PHASE_DECODE: _ClassVar[Row.Phase]
+        PHASE_SAVING: _ClassVar[Row.Phase]
+    PHASE_UNSPECIFIED: Row.Phase
+    PHASE_QUEUED: Row.Phase
+    PHASE_RESTORING: Row.Phase
+    PHASE_PREFILL: Row.Phase
+    PHASE_DECODE: Row.Phase
+    PHASE_SAVING: Row.Phase
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    generation: str
+    phase: Row.Phase
+    parent: str
+    prompt_tokens: int
+    done_tokens: int
+    completion_tokens: int
+    age: _duration_pb2.Duration
+    priority: int
+    def __init__(self, generation: _Optional[str] = ..., phase: _Optional[_Union[Row.Phase, str]] = ..., parent: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class CacheStats(_message.Message):
-    __slots__ = ("checkpoint_interval", "active_sequences", "queued_calls", "memory_snapshots", "disk_snapshots", "token_snapshots", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "prompt_tokens", "cached_tokens", "recomputed_tokens", "checkpoints_written", "checkpoints_read", "checkpoints_corrupt", "evictions", "checkpoint_policy", "checkpoints_skipped", "pending_bytes", "written_today_bytes", "daily_write_limit_bytes", "write_errors", "writes_paused", "last_write_error")
+    __slots__ = ("checkpoint_interval", "active_sequences", "queued_calls", "memory_snapshots", "disk_snapshots", "token_snapshots", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "prompt_tokens", "cached_tokens", "recomputed_tokens", "checkpoints_written", "checkpoints_read", "checkpoints_corrupt", "evictions", "checkpoint_policy", "checkpoints_skipped", "pending_bytes", "written_today_bytes", "daily_write_limit_bytes", "write_errors", "writes_paused", "last_write_error", "restoring_rows", "prefilling_rows", "decoding_rows", "saving_rows", "completion_tokens", "active_bytes", "active_limit_bytes", "evictions_by_tier", "images_encoded", "image_bytes", "image_limit_bytes")
     class CheckpointsSkippedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class EvictionsByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +210,17 @@ class CacheStats(_message.Message):
     WRITE_ERRORS_FIELD_NUMBER: _ClassVar[int]
     WRITES_PAUSED_FIELD_NUMBER: _ClassVar[int]
     LAST_WRITE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    RESTORING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DECODING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SAVING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_ENCODED_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     checkpoint_interval: int
     active_sequences: int
     queued_calls: int
@@ -186,7 +246,18 @@ class CacheStats(_message.Message):
     write_errors: int
     writes_paused: bool
     last_write_error: str
-    def __init__(self, checkpoint_interval: _Optional[int] = ..., active_sequences: _Optional[int] = ..., queued_calls: _Optional[int] = ..., memory_snapshots: _Optional[int] = ..., disk_snapshots: _Optional[int] = ..., token_snapshots: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_limit_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., checkpoints_written: _Optional[int] = ..., checkpoints_read: _Optional[int] = ..., checkpoints_corrupt: _Optional[int] = ..., evictions: _Optional[int] = ..., checkpoint_policy: _Optional[str] = ..., checkpoints_skipped: _Optional[_Mapping[str, int]] = ..., pending_bytes: _Optional[int] = ..., written_today_bytes: _Optional[int] = ..., daily_write_limit_bytes: _Optional[int] = ..., write_errors: _Optional[int] = ..., writes_paused: _Optional[bool] = ..., last_write_error: _Optional[str] = ...) -> None: ...
+    restoring_rows: int
+    prefilling_rows: int
+    decoding_rows: int
+    saving_rows: int
+    completion_tokens: int
+    active_bytes: int
+    active_limit_bytes: int
+    evictions_by_tier: _containers.ScalarMap[str, int]
+    images_encoded: int
+    image_bytes: int
+    image_limit_bytes: int
+    def __init__(self, checkpoint_interval: _Optional[int] = ..., active_sequences: _Optional[int] = ..., queued_calls: _Optional[int] = ..., memory_snapshots: _Optional[int] = ..., disk_snapshots: _Optional[int] = ..., token_snapshots: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_limit_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_limit_bytes: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., checkpoints_written: _Optional[int] = ..., checkpoints_read: _Optional[int] = ..., checkpoints_corrupt: _Optional[int] = ..., evictions: _Optional[int] = ..., checkpoint_policy: _Optional[str] = ..., checkpoints_skipped: _Optional[_Mapping[str, int]] = ..., pending_bytes: _Optional[int] = ..., written_today_bytes: _Optional[int] = ..., daily_write_limit_bytes: _Optional[int] = ..., write_errors: _Optional[int] = ..., writes_paused: _Optional[bool] = ..., last_write_error: _Optional[str] = ..., restoring_rows: _Optional[int] = ..., prefilling_rows: _Optional[int] = ..., decoding_rows: _Optional[int] = ..., saving_rows: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., active_bytes: _Optional[int] = ..., active_limit_bytes: _Optional[int] = ..., evictions_by_tier: _Optional[_Mapping[str, int]] = ..., images_encoded: _Optional[int] = ..., image_bytes: _Optional[int] = ..., image_limit_bytes: _Optional[int] = ...) -> None: ...
 
 class TrimCacheRequest(_message.Message):
     __slots__ = ("memory_bytes", "disk_bytes")

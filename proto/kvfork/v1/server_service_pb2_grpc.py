@@ -88,14 +88,17 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheStats(self, request, context):
-        """Scheduler, memory and checkpoint store in numbers.
+        """Scheduler, memory and checkpoint store in numbers, and the caller's rows:
+        of the whole server for an admin, of its own snapshots and calls for any
+        other caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TrimCache(self, request, context):
-        """Evicts state down to a size; names stay and turn RESIDENCY_TOKENS. Admin.
+        """Evicts state of all owners down to a size; names stay and turn
+        RESIDENCY_TOKENS. Admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

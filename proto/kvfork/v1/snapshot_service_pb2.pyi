@@ -20,12 +20,14 @@ class GoneReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GONE_REASON_EXPIRED: _ClassVar[GoneReason]
     GONE_REASON_EVICTED: _ClassVar[GoneReason]
     GONE_REASON_CORRUPT: _ClassVar[GoneReason]
+    GONE_REASON_UNLISTED: _ClassVar[GoneReason]
 GONE_REASON_UNSPECIFIED: GoneReason
 GONE_REASON_DELETED: GoneReason
 GONE_REASON_ROLLED_BACK: GoneReason
 GONE_REASON_EXPIRED: GoneReason
 GONE_REASON_EVICTED: GoneReason
 GONE_REASON_CORRUPT: GoneReason
+GONE_REASON_UNLISTED: GoneReason
 
 class GetSnapshotRequest(_message.Message):
     __slots__ = ("name", "include_tokens")
@@ -134,16 +136,18 @@ class WatchSnapshotsRequest(_message.Message):
     def __init__(self, labels: _Optional[_Mapping[str, str]] = ..., resume_token: _Optional[str] = ...) -> None: ...
 
 class WatchSnapshotsResponse(_message.Message):
-    __slots__ = ("changed", "gone", "synced", "resume_token")
+    __slots__ = ("changed", "gone", "synced", "bookmark", "resume_token")
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     SYNCED_FIELD_NUMBER: _ClassVar[int]
+    BOOKMARK_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     changed: _types_pb2.Snapshot
     gone: Gone
     synced: Synced
+    bookmark: Bookmark
     resume_token: str
-    def __init__(self, changed: _Optional[_Union[_types_pb2.Snapshot, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., resume_token: _Optional[str] = ...) -> None: ...
+    def __init__(self, changed: _Optional[_Union[_types_pb2.Snapshot, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., synced: _Optional[_Union[Synced, _Mapping]] = ..., bookmark: _Optional[_Union[Bookmark, _Mapping]] = ..., resume_token: _Optional[str] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ("name", "reason")
@@ -154,5 +158,9 @@ class Gone(_message.Message):
     def __init__(self, name: _Optional[str] = ..., reason: _Optional[_Union[GoneReason, str]] = ...) -> None: ...
 
 class Synced(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Bookmark(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

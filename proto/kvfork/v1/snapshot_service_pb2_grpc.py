@@ -107,7 +107,9 @@ class SnapshotServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchSnapshots(self, request, context):
-        """Follows changes: first what there is, then Synced, then what happens.
+        """Follows changes: first what there is, then Synced, then what happens. Ends
+        by an error alone: UNAVAILABLE SERVER_DRAINING at the server's end,
+        RESOURCE_EXHAUSTED WATCH_OVERFLOW for a reader that fell too far behind.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,176 @@
+"""The outermost layer of every call: who it is, and whether it may come in. Owns what happens before a handler runs.
+
+A caller that is not let in is told so before its message is read. Of a caller that is, at most so many calls are under
+way, and each message has to arrive in time: the memory that a slow one takes is somebody else's. Health is open to
+everybody who can connect, since probes cannot show tokens and it tells about no owner; everything else is not, unknown
+methods included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeAlias, cast
+
+import grpc
+import grpc.aio
+
+from service.auth.authenticator import Authenticator
+from service.auth.callers import Caller
+from service.errors import CallError, CallQuota, InvalidField, SlowSender, Unauthenticated
+from service.rpc.caller import CALLER
+from service.rpc.interceptor import UNREADABLE, leave, tolerant
+from service.rpc.status import status_of
+
+log = logging.getLogger(__name__)
+
+OPEN = "/grpc.health.v1.Health/"
+NOBODY = Caller("")  # asks for health; no owner has this name
+OPEN_SECONDS = 10.0  # for a message that has a name in it
+OPEN_WAITING = 16  # calls without a caller whose message is on its way; the one that waits longest makes room
+TELL_EVERY = 10.0  # seconds between log lines about callers that were not let in
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic to type checkers alone
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """The first interceptor of a server."""
+
+    def __init__(self, authenticator: Authenticator, *, max_calls: int, patience: float) -> None:
+        """`max_calls`: of one owner at a time. `patience`: seconds that a request message may take to arrive."""
+        self._authenticator = authenticator
+        self._max_calls = max_calls
+        self._patience = patience
+        self._calls: Counter[str] = Counter()
+        self._waiting: OrderedDict[int, asyncio.Task[Any]] = OrderedDict()  # without a caller, oldest first
+        self._strangers = Strangers()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Wraps the handler that `continuation` finds, or refuses without looking for one."""
+        if handler_call_details.method.startswith(OPEN):
+            caller: Caller | None = NOBODY
+        else:
+            try:
+                caller = self._authenticator.by_metadata(handler_call_details.invocation_metadata or ())
+            except Unauthenticated as error:
+                return self._refusal(error)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        return _streaming(self._opened(handler, caller), handler)
+
+    def _refusal(self, error: Unauthenticated) -> Handler:
+        # As a method that streams requests: gRPC would read the message of any other kind before it asks the handler.
+        async def refuse(messages: object, context: Context) -> None:
+            self._strangers.tell(error, context.peer())
+            await leave(context, status_of(error))
+
+        return _streaming(refuse)
+
+    def _opened(self, handler: Handler, known: Caller | None) -> Callable[[Any, Context], Awaitable[None]]:
+        async def serve(messages: AsyncIterator[Any], context: Context) -> None:
+            try:
+                caller = known or self._authenticator.by_certificate(context.auth_context())
+                if self._calls[caller.owner] >= self._max_calls and caller is not NOBODY:
+                    raise CallQuota(
+                        f"{self._max_calls} calls of {caller.owner} are under way, and no more may be",
+                        hint="wait for some of them to end",
+                        metadata={"limit": str(self._max_calls)},
+                    )
+                self._calls[caller.owner] += 1
+                try:
+                    CALLER.set(caller)
+                    await self._answer(handler, messages, context, caller)
+                finally:
+                    self._calls[caller.owner] -= 1
+                    if not self._calls[caller.owner]:
+                        del self._calls[caller.owner]
+                return
+            except Unauthenticated as error:
+                self._strangers.tell(error, context.peer())
+                status = status_of(error)
+            except CallError as error:
+                status = status_of(error)
+            await leave(context, status)
+
+        return serve
+
+    async def _answer(self, handler: Handler, messages: Any, context: Context, caller: Caller) -> None:
+        if handler.request_streaming:  # reflection: it asks for one message after the other
+            async with aclosing(cast(Any, handler.stream_stream)(messages, context)) as replies:
+                async for reply in replies:
+                    await context.write(reply)
+            return
+        request = await self._request(context, caller)
+        if handler.response_streaming:
+            await cast(Any, handler.unary_stream)(request, context)
+        else:
+            await context.write(await cast(Any, handler.unary_unary)(request, context))
+
+    async def _request(self, context: Context, caller: Caller) -> Any:
+        stranger = caller is NOBODY
+        task = asyncio.current_task()
+        assert task is not None
+        place = id(task)
+        if stranger:
+            self._make_room()
+            self._waiting[place] = task
+        patience = OPEN_SECONDS if stranger else self._patience
+        try:
+            async with asyncio.timeout(patience):
+                request = await cast(Any, context).read()
+        except TimeoutError:
+            text = f"the request did not arrive within {patience:g} s"
+            raise SlowSender(text, hint="send it faster, or in smaller calls") from None
+        except asyncio.CancelledError:
+            if stranger and place not in self._waiting:  # whoever cancelled it has taken it out
+                task.uncancel()
+                raise SlowSender("the request had not arrived when others were waiting too") from None
+            raise
+        finally:
+            self._waiting.pop(place, None)
+        if request is grpc.aio.EOF:
+            raise InvalidField("the call ended without a request")
+        if request is UNREADABLE and stranger:
+            raise InvalidField("the request cannot be parsed as this method's message")
+        return request
+
+    def _make_room(self) -> None:
+        while len(self._waiting) >= OPEN_WAITING:
+            _, oldest = self._waiting.popitem(last=False)
+            oldest.cancel()
+
+
+class Strangers:
+    """Says in the log that callers were not let in, without letting them fill it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told = -TELL_EVERY
+        self._untold = 0
+
+    def tell(self, error: Unauthenticated, peer: str) -> None:
+        self._untold += 1
+        now = self._clock()
+        if now - self._told >= TELL_EVERY:
+            log.warning("not let in: %s, from %s; %d since the last such line", error.reason, peer, self._untold)
+            self._told, self._untold = now, 0
+
+
+def _streaming(serve: Callable[[Any, Context], Awaitable[None]], handler: Handler | None = None) -> Handler:
+    if handler is None:
+        return grpc.stream_stream_rpc_method_handler(cast(Any, serve))
+    return grpc.stream_stream_rpc_method_handler(
+        cast(Any, serve),
+        request_deserializer=tolerant(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
