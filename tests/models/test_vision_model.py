@@ -15,6 +15,7 @@ from service.models import KNOWN, ensure, verify
 from service.models.vision import batches, evaluate, folder, net, tokens, train
 from service.models.vision.chats import FORMS, make_chat
 from service.models.vision.drawing import draw
+from service.models.vision.scenes import make_scene
 
 pytestmark = pytest.mark.mlx
 mx = net.mx
@@ -39,6 +40,16 @@ def tokenizer():
     return tokens.build_tokenizer()
 
 
+def chat_of(form, seed, *, held_out=True):
+    rng = random.Random(seed)
+    return make_chat(rng, form, lambda: make_scene(rng, held_out=held_out))
+
+
+def pixels_of(scenes, size):
+    """pictures × patches × values."""
+    return np.stack([batches.patches_of(scene, size) for scene in scenes])
+
+
 @shipped
 def test_the_shipped_tokenizer_is_the_one_that_the_texts_give(tokenizer):
     shipped = folder.WEIGHTS.with_suffix(".tokenizer.json").read_text(encoding="utf-8")
@@ -59,7 +70,7 @@ def test_a_known_model_of_the_cache(monkeypatch, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [(96, 96), (288, 32), (32, 288)], ids=str)
 def test_training_sees_what_template_processor_and_upstream_give_at_use(untrained, tokenizer, form, size):
-    chat = make_chat(random.Random(f"{form} {size}"), form, held_out=True)
+    chat = chat_of(form, f"{form} {size}")
     width, height = size
     image_tokens = (width // folder.PATCH // folder.MERGE) * (height // folder.PATCH // folder.MERGE)
     batch = batches.stack([batches.encode_chat(tokenizer, chat, image_tokens)], size)
@@ -74,20 +85,19 @@ def test_training_sees_what_template_processor_and_upstream_give_at_use(untraine
     positions = np.broadcast_to(np.array(found.position_ids), (3, 1, length))
     assert (batch.positions[:, :, :length] == positions).all()
     if pictures:
-        pixels = np.array(given["pixel_values"]).reshape(batch.pixels.shape)
-        assert np.abs(pixels - batch.pixels).max() < 1e-5
+        ours = pixels_of(batch.scenes, size)
+        assert np.abs(np.array(given["pixel_values"]).reshape(ours.shape) - ours).max() < 1e-5
 
 
 @pytest.mark.parametrize("form", ["another", "long"])
 def test_the_training_pass_computes_what_upstream_computes(tokenizer, form):
-    rng = random.Random(form)
-    chats = [make_chat(rng, form, held_out=False) for _ in range(2)]
+    chats = [chat_of(form, f"{form} {index}", held_out=False) for index in range(2)]
     batch = batches.stack([batches.encode_chat(tokenizer, chat, 15) for chat in chats], (160, 96))
     model = net.new_model(3)
     arrays = train.arrays_of(batch)
-    hidden = net.read(
-        model, arrays["ids"], net.see(model, arrays["pixels"], batch.grid), arrays["slots"], arrays["positions"]
-    )
+    patches, grid = pixels_of(batch.scenes, (160, 96)), (6, 10)
+    features = net.see(model, mx.array(patches), grid)
+    hidden = net.read(model, arrays["ids"], features, arrays["slots"], arrays["positions"])
     ours = model.language_model.model.embed_tokens.as_linear(hidden)
 
     reference = Model(ModelConfig.from_dict(folder.CONFIG))
@@ -98,8 +108,8 @@ def test_the_training_pass_computes_what_upstream_computes(tokenizer, form):
         count = sum(len(message.pictures) for message in chat)
         length = len(batches.encode_chat(tokenizer, chat, 15).ids)
         ids = arrays["ids"][index : index + 1, :length]
-        pixels = mx.array(batch.pixels[seen : seen + count].reshape(-1, batch.pixels.shape[-1]))
-        found = reference.get_input_embeddings(ids, pixels, image_grid_thw=mx.array([[1, *batch.grid]] * count))
+        pixels = mx.array(patches[seen : seen + count].reshape(-1, patches.shape[-1]))
+        found = reference.get_input_embeddings(ids, pixels, image_grid_thw=mx.array([[1, *grid]] * count))
         theirs = reference.language_model(
             ids,
             inputs_embeds=found.inputs_embeds,
@@ -133,7 +143,7 @@ def test_the_solver_inverts_and_its_gradient_is_that_of_the_inverse():
 
 @pytest.mark.slow
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
-    plan = {"seed": 5, "steps": 4, "look_steps": 1, "budget": 256}
+    plan = {"seed": 5, "steps": 4, "look_steps": 1, "budget": 256, "pictures": 64}
     whole = train.Training(**plan, work=tmp_path / "whole")
     losses = [whole.advance() for _ in range(4)]
     first = train.Training(**plan, work=tmp_path / "parts")

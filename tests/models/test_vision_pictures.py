@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from service.models.vision.chats import FORMS, make_chat
+from service.models.vision.chats import FORMS, Chat, make_chat
 from service.models.vision.questions import KINDS, ask
 from service.models.vision.scenes import COLOURS, MOST_THINGS, PLACES, SHAPES, Scene, Thing, make_scene
 
@@ -42,8 +42,7 @@ def read(scene: Scene, text: str) -> str:
         return only(scene, found[1]).shape
     if found := re.fullmatch(r"What is (?:at|in) the ([a-z ]+)\?", text):
         there = [thing for thing in scene.things if PLACES[int(thing.y * 3)][int(thing.x * 3)] == found[1]]
-        names = [f"{'an' if thing.colour[0] in 'aeiou' else 'a'} {thing.colour} {thing.shape}" for thing in there]
-        return names[0] if names else "nothing"
+        return f"{there[0].colour} {there[0].shape}" if there else "nothing"
     if found := re.fullmatch(r"Where is the ([a-z ]+)\?", text):
         thing = only(scene, found[1])
         return PLACES[int(thing.y * 3)][int(thing.x * 3)]
@@ -51,14 +50,6 @@ def read(scene: Scene, text: str) -> str:
         return str(sum(fits(thing, found[1]) for thing in scene.things))
     if found := re.fullmatch(r"Is there an? ([a-z ]+)\?", text):
         return "yes" if any(fits(thing, found[1]) for thing in scene.things) else "no"
-    if text == "What do you see?":
-        found = []
-        for row, column in ((row, column) for row in range(3) for column in range(3)):
-            for thing in scene.things:
-                if (int(thing.y * 3), int(thing.x * 3)) == (row, column):
-                    article = "an" if thing.colour[0] in "aeiou" else "a"
-                    found.append(f"{article} {thing.colour} {thing.shape} {PLACES[row][column]}")
-        return ", ".join(found)
     raise AssertionError(f"no reading for {text!r}")
 
 
@@ -102,20 +93,24 @@ def test_every_shape_colour_and_place_is_on_both_sides_of_the_split():
         assert {thing.place for thing in things} == {place for row in PLACES for place in row}
 
 
+def chat_of(rng: random.Random, form: str, *, held_out: bool) -> Chat:
+    return make_chat(rng, form, lambda: make_scene(rng, held_out=held_out))
+
+
 def test_the_same_seed_makes_the_same_chat():
     for form in FORMS:
-        first, second = (make_chat(random.Random("x"), form, held_out=True) for _ in range(2))
+        first, second = (chat_of(random.Random("x"), form, held_out=True) for _ in range(2))
         assert first == second
         assert all(scene.held_out for message in first for scene in message.pictures)
 
 
 def test_a_chat_ends_with_an_answer_and_shows_the_pictures_of_its_form():
-    pictures = {"one": 1, "another": 2, "text": 0, "long": 1, "long, another": 2}
+    pictures = {"single": 1, "one": 1, "another": 2, "text": 0, "long": 1}
     assert set(pictures) == set(FORMS)
     rng = random.Random(2)
     for form, count in pictures.items():
         for _ in range(30):
-            chat = make_chat(rng, form, held_out=False)
+            chat = chat_of(rng, form, held_out=False)
             assert chat[-1].role == "assistant" and chat[-1].kind
             assert sum(len(message.pictures) for message in chat) == count
 

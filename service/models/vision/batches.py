@@ -1,11 +1,11 @@
-"""Chats to arrays. Owns the tokens of a chat, its rotary positions, its pixels and where its answers stand.
+"""Chats to arrays. Owns the tokens of a chat, its rotary positions, a picture's patches and where its answers stand.
 
 What the model is trained on has to be what the folder's own template and processor give at use; a test compares them.
 """
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from service.models.vision import folder, tokens
 from service.models.vision.chats import FORMS, Chat, make_chat
 from service.models.vision.drawing import draw
-from service.models.vision.scenes import MOST_THINGS, Scene
+from service.models.vision.scenes import Scene
 
-_USUAL_LENGTH = {"one": 88, "another": 144, "text": 56, "long": 400, "long, another": 448}  # in tokens
+_USUAL_LENGTH = {"single": 32, "one": 72, "another": 128, "text": 48, "long": 400}  # in tokens
 IMAGE_TOKENS = (folder.SIDE // folder.PATCH // folder.MERGE) ** 2
-_GROWN, _PLAIN = 0.2, 0.3
+_PLAIN = 0.3
 _STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
 
 
@@ -31,10 +31,6 @@ class Batch:
     """int32, 3 × rows × length: time, height and width of the rotary embedding."""
     answers: np.ndarray
     """float32, rows × length: 1 where the token is the assistant's, its end of turn included."""
-    pixels: np.ndarray
-    """float32, pictures × patches × values of a patch, in the order of their places."""
-    grid: tuple[int, int]
-    """Patches of every picture: rows, columns."""
     scenes: tuple[Scene, ...]
     """Of the pictures."""
 
@@ -97,27 +93,25 @@ def patches_of(scene: Scene, size: tuple[int, int]) -> np.ndarray:
     return frames.reshape((height // side) * (width // side), -1)
 
 
-def make_batch(tokenizer: Tokenizer, rng: random.Random, budget: int, progress: float) -> Batch:
+def make_batch(
+    tokenizer: Tokenizer, rng: random.Random, picture: Callable[[], Scene], budget: int, progress: float
+) -> Batch:
     """Chats of one form, as many as `budget` tokens hold.
 
-    `progress` from 0 to 1: the first pictures hold one thing and the first chats are plain; both become what they are
-    in use before the training is half over.
+    `progress` from 0 to 1: the first chats are one question on one picture.
     """
-    most = min(MOST_THINGS, 1 + int(progress / _GROWN * MOST_THINGS))
-    form = rng.choices(list(FORMS), list(FORMS.values()))[0]
-    if progress < _PLAIN and form != "text":
-        form = "one"
+    form = rng.choices(list(FORMS), list(FORMS.values()))[0] if progress >= _PLAIN else "single"
     count = max(2, budget // _USUAL_LENGTH[form])
-    chats = [make_chat(rng, form, held_out=False, most=most) for _ in range(3 * count)]
-    # A third of them, of about the same length: less padding.
+    chats = [make_chat(rng, form, picture) for _ in range(2 * count)]
+    # Half of them, of about the same length: less padding.
     rows = sorted((encode_chat(tokenizer, chat, IMAGE_TOKENS) for chat in chats), key=lambda row: len(row.ids))
-    first = count * rng.randrange(3)
+    first = count * (rng.random() < 0.3)
     return stack(rows[first : first + count], (folder.SIDE, folder.SIDE))
 
 
 def stack(rows: Sequence[Row], size: tuple[int, int]) -> Batch:
     """Rows whose pictures all have the same size."""
-    height, width = size[1] // folder.PATCH, size[0] // folder.PATCH
+    height, width = size[1] // folder.PATCH // folder.MERGE, size[0] // folder.PATCH // folder.MERGE
     length = -(-max(len(row.ids) for row in rows) // _STEP) * _STEP
     ids = np.zeros((len(rows), length), np.int32)
     answers = np.zeros((len(rows), length), np.float32)
@@ -125,9 +119,6 @@ def stack(rows: Sequence[Row], size: tuple[int, int]) -> Batch:
     for index, row in enumerate(rows):
         ids[index, : len(row.ids)] = row.ids
         answers[index, : len(row.ids)] = row.answers
-        positions[:, index, : len(row.ids)] = positions_of(row.ids, (height // folder.MERGE, width // folder.MERGE))
-    scenes = [scene for row in rows for scene in row.scenes]
-    pixels = np.stack([patches_of(scene, size) for scene in scenes]) if scenes else np.zeros((0, 0, 0), np.float32)
-    return Batch(
-        ids=ids, positions=positions, answers=answers, pixels=pixels, grid=(height, width), scenes=tuple(scenes)
-    )
+        positions[:, index, : len(row.ids)] = positions_of(row.ids, (height, width))
+    scenes = tuple(scene for row in rows for scene in row.scenes)
+    return Batch(ids=ids, positions=positions, answers=answers, scenes=scenes)

@@ -7,9 +7,10 @@ newest picture.
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 from service.models.vision.questions import Question, ask_any
-from service.models.vision.scenes import MOST_THINGS, Scene, make_scene
+from service.models.vision.scenes import Scene
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,8 @@ class Message:
 
 Chat = tuple[Message, ...]
 
-FORMS = {"one": 0.6, "another": 0.25, "text": 0.07, "long": 0.04, "long, another": 0.04}
-"""Forms of a chat and how often each is trained."""
+FORMS = {"single": 0.3, "one": 0.4, "another": 0.22, "text": 0.04, "long": 0.04}
+"""Forms of a chat and how often each is trained, once all are."""
 
 _HELLO = ("Hello.", "Hello!", "Hi.", "Hello, who are you?", "What can you do?", "Who are you?")
 _WELCOME = "Show me a picture."
@@ -60,50 +61,47 @@ def all_texts() -> list[str]:
     return [*_HELLO, _WELCOME, _NO_PICTURE, *_LOOK, _SEEN, *_SYSTEM, *_FILLER]
 
 
-def make_chat(rng: random.Random, form: str, *, held_out: bool, most: int = MOST_THINGS) -> Chat:
-    """A chat of one of `FORMS` about new pictures of the wanted side of the split, with at most so many things each."""
+def make_chat(rng: random.Random, form: str, picture: Callable[[], Scene]) -> Chat:
+    """A chat of one of `FORMS` about new pictures, which `picture` gives."""
     messages: list[Message] = []
-    if form.startswith("long"):
+    if form == "long":
         sentences = [rng.choice(_FILLER) for _ in range(rng.randint(15, 40))]
         messages.append(Message(role="system", text=" ".join([rng.choice(_SYSTEM), *sentences])))
-    elif rng.random() < 0.25:
+    elif rng.random() < 0.1:
         messages.append(Message(role="system", text=rng.choice(_SYSTEM)))
     if form == "text":
-        return (*messages, *_without_picture(rng))
-    scenes = [make_scene(rng, held_out=held_out, most=most)]
-    messages += _show(rng, tuple(scenes), [ask_any(rng, scenes[0]) for _ in range(rng.randint(2, 6))])
-    if form.endswith("another"):
-        scenes.append(make_scene(rng, held_out=held_out, most=most))
-        messages += _show(rng, (scenes[1],), [_about_newest(rng, scenes[1]) for _ in range(rng.randint(2, 4))])
+        return (*messages, *_without_picture(rng, picture))
+    scene = picture()
+    messages += _show(rng, scene, [ask_any(rng, scene) for _ in range(1 if form == "single" else rng.randint(2, 5))])
+    if form == "another":
+        scene = picture()
+        newest = [dataclasses.replace(ask_any(rng, scene), kind="newest picture") for _ in range(rng.randint(1, 3))]
+        messages += _show(rng, scene, newest)
     return tuple(messages)
 
 
-def _show(rng: random.Random, scenes: tuple[Scene, ...], questions: list[Question]) -> list[Message]:
-    """The pictures, in one of the ways to show them, then the questions."""
+def _show(rng: random.Random, scene: Scene, questions: list[Question]) -> list[Message]:
+    """The picture, in one of the ways to show it, then the questions."""
     messages: list[Message] = []
     way = rng.choice(("with the question", "with the question", "alone", "with a word"))
     if way == "alone":
-        messages.append(Message(role="user", text="", pictures=scenes))
+        messages.append(Message(role="user", text="", pictures=(scene,)))
     elif way == "with a word":
-        messages.append(Message(role="user", text=rng.choice(_LOOK), pictures=scenes))
+        messages.append(Message(role="user", text=rng.choice(_LOOK), pictures=(scene,)))
         messages.append(Message(role="assistant", text=_SEEN))
     for index, question in enumerate(questions):
-        pictures = scenes if index == 0 and way == "with the question" else ()
+        pictures = (scene,) if index == 0 and way == "with the question" else ()
         messages.append(Message(role="user", text=question.text, pictures=pictures))
         messages.append(Message(role="assistant", text=question.answer, kind=question.kind))
     return messages
 
 
-def _about_newest(rng: random.Random, scene: Scene) -> Question:
-    return dataclasses.replace(ask_any(rng, scene), kind="newest picture")
-
-
-def _without_picture(rng: random.Random) -> list[Message]:
+def _without_picture(rng: random.Random, picture: Callable[[], Scene]) -> list[Message]:
     messages = []
     for _ in range(rng.randint(1, 3)):
         if rng.random() < 0.5:
             text, answer = rng.choice(_HELLO), _WELCOME
         else:
-            text, answer = ask_any(rng, make_scene(rng, held_out=False)).text, _NO_PICTURE
+            text, answer = ask_any(rng, picture()).text, _NO_PICTURE
         messages += [Message(role="user", text=text), Message(role="assistant", text=answer, kind="no picture")]
     return messages

@@ -22,12 +22,12 @@ import mlx_vlm  # noqa: E402 - after the CPU is prepared
 from mlx.utils import tree_map  # noqa: E402
 
 from service.models.vision import folder as vision_folder  # noqa: E402
-from service.models.vision.chats import Chat, Message, make_chat  # noqa: E402
+from service.models.vision.chats import FORMS, Chat, Message, make_chat  # noqa: E402
 from service.models.vision.drawing import draw  # noqa: E402
 from service.models.vision.questions import KINDS, ask  # noqa: E402
 from service.models.vision.scenes import make_scene  # noqa: E402
 
-_LONGEST = 48  # tokens of an answer
+_LONGEST = 8  # tokens of an answer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,16 +111,13 @@ def evaluate(model: Model, *, each: int, seed: str) -> dict[str, Score]:
             question = ask(rng, scene, kind)
             if question is not None:
                 note(kind, question.answer, model.answer([Message(role="user", text=question.text, pictures=(scene,))]))
-    for form, label in (
-        ("one", "several questions"),
-        ("another", ""),
-        ("two", ""),
-        ("text", ""),
-        ("long, another", ""),
-    ):
+    for form in FORMS:
         for _ in range(max(1, each // 4)):
-            for kind, expected, given in ask_chat(model, make_chat(rng, form, held_out=True)):
-                note(f"chat: {label or ('long preamble' if form.startswith('long') else kind)}", expected, given)
+            chat = make_chat(rng, form, lambda: make_scene(rng, held_out=True))
+            for kind, expected, given in ask_chat(model, chat):
+                label = {"single": "one question", "one": "several questions", "long": "long preamble"}.get(form, kind)
+                if form != "another" or kind == "newest picture":
+                    note(f"chat: {label}", expected, given)
     return {kind: Score(right=right[kind], asked=asked[kind]) for kind in asked}
 
 

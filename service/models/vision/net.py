@@ -42,7 +42,15 @@ def new_model(seed: int) -> Model:
             heads = np.linspace(math.log(0.003), math.log(0.1), rule.num_v_heads)
             rule.A_log = mx.array(heads.astype(np.float32))
         else:
-            layer.self_attn.o_proj.weight = layer.self_attn.o_proj.weight * depth
+            attention = layer.self_attn
+            attention.o_proj.weight = attention.o_proj.weight * depth
+            # Queries begin as the keys are, so a word looks for its like. Without it that takes long to be found.
+            keys = mx.repeat(attention.k_proj.weight.reshape(attention.num_key_value_heads, -1, text["hidden_size"]),
+                             attention.num_attention_heads // attention.num_key_value_heads, axis=0)
+            queries = attention.q_proj.weight.reshape(attention.num_attention_heads, -1, text["hidden_size"])
+            attention.q_proj.weight = mx.concatenate([keys, queries[:, keys.shape[1] :]], axis=1).reshape(
+                attention.q_proj.weight.shape
+            )
     for block in tower.blocks:
         block.mlp.linear_fc2.weight = block.mlp.linear_fc2.weight / math.sqrt(2 * vision["depth"])
         block.attn.proj.weight = block.attn.proj.weight / math.sqrt(2 * vision["depth"])
@@ -73,13 +81,12 @@ def see(model: Model, pixels: mx.array, grid: tuple[int, int]) -> mx.array:
     return tower.merger(h).reshape(count, patches // folder.MERGE**2, -1)
 
 
-def read(model: Model, ids: mx.array, features: mx.array | None, slots: mx.array, positions: mx.array) -> mx.array:
-    """Last hidden states. `slots` names for each token the feature that stands in its place, or -1."""
+def read(model: Model, ids: mx.array, features: mx.array, slots: mx.array, positions: mx.array) -> mx.array:
+    """Last hidden states. `features`: pictures × tokens × width, at least one; `slots` names for each token the feature that stands in its place, or -1."""
     inner = model.language_model.model
     h = inner.embed_tokens(ids)
-    if features is not None:
-        flat = features.reshape(-1, features.shape[-1])
-        h = mx.where((slots >= 0)[..., None], flat[mx.maximum(slots, 0)], h)
+    flat = features.reshape(-1, features.shape[-1])
+    h = mx.where((slots >= 0)[..., None], flat[mx.maximum(slots, 0)], h)
     length = ids.shape[1]
     mask = mx.tril(mx.ones((length, length))) > 0
     angles = inner.layers[-1].self_attn.rotary_emb(h, positions)

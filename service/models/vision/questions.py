@@ -21,7 +21,7 @@ class Question:
     answer: str
 
 
-KINDS = ("colour", "shape", "what is at", "where", "count", "is there", "describe")
+KINDS = ("colour", "shape", "what is at", "where", "count", "is there")
 
 PLURAL = {"circle": "circles", "square": "squares", "triangle": "triangles", "star": "stars"}
 
@@ -58,7 +58,7 @@ def _shape(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
 
 
 def _what_is_at(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
-    held = {thing.place: f"a{_n(thing.name)} {thing.name}" for thing in scene.things}
+    held = {thing.place: thing.name for thing in scene.things}
     place = rng.choice([place for row in PLACES for place in row])
     if rng.random() < 0.7:
         place = rng.choice(list(held))
@@ -107,12 +107,6 @@ def _is_there(rng: random.Random, scene: Scene) -> tuple[str, str] | None:
     return None
 
 
-def _describe(_rng: random.Random, scene: Scene) -> tuple[str, str] | None:
-    # In the order of reading, so that one answer alone is right.
-    things = sorted(scene.things, key=lambda thing: (thing.row, thing.column))
-    return "What do you see", ", ".join(f"a{_n(thing.name)} {thing.name} {thing.place}" for thing in things)
-
-
 _ASK = {
     "colour": _colour,
     "shape": _shape,
@@ -120,7 +114,6 @@ _ASK = {
     "where": _where,
     "count": _count,
     "is there": _is_there,
-    "describe": _describe,
 }
 
 
