@@ -45,8 +45,11 @@ def new_model(seed: int) -> Model:
             attention = layer.self_attn
             attention.o_proj.weight = attention.o_proj.weight * depth
             # Queries begin as the keys are, so a word looks for its like. Without it that takes long to be found.
-            keys = mx.repeat(attention.k_proj.weight.reshape(attention.num_key_value_heads, -1, text["hidden_size"]),
-                             attention.num_attention_heads // attention.num_key_value_heads, axis=0)
+            keys = mx.repeat(
+                attention.k_proj.weight.reshape(attention.num_key_value_heads, -1, text["hidden_size"]),
+                attention.num_attention_heads // attention.num_key_value_heads,
+                axis=0,
+            )
             queries = attention.q_proj.weight.reshape(attention.num_attention_heads, -1, text["hidden_size"])
             attention.q_proj.weight = mx.concatenate([keys, queries[:, keys.shape[1] :]], axis=1).reshape(
                 attention.q_proj.weight.shape
@@ -82,7 +85,9 @@ def see(model: Model, pixels: mx.array, grid: tuple[int, int]) -> mx.array:
 
 
 def read(model: Model, ids: mx.array, features: mx.array, slots: mx.array, positions: mx.array) -> mx.array:
-    """Last hidden states. `features`: pictures × tokens × width, at least one; `slots` names for each token the feature that stands in its place, or -1."""
+    """Last hidden states. `features`: pictures × tokens × width, at least one picture; `slots` names for each token the
+    feature that stands in its place, or -1.
+    """
     inner = model.language_model.model
     h = inner.embed_tokens(ids)
     flat = features.reshape(-1, features.shape[-1])

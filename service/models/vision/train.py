@@ -37,7 +37,7 @@ STEPS, LOOK_STEPS = 3000, 150
 BUDGET = 1536  # tokens in a batch
 PICTURES = 6000
 SEED = 1
-_MATRIX_RATE, _OTHER_RATE = 0.02, 0.003  # of Muon and of AdamW
+_MATRIX_RATE, _OTHER_RATE = 0.006, 0.0015  # of Muon and of AdamW
 _WARM_UP = 30
 _LOOK_PICTURES = 64
 _EVERY = 20  # steps between two lines
@@ -83,6 +83,14 @@ class Training:
         self._others = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.0)
         self._optimizer = optim.MultiOptimizer([self._matrices, self._others], [_is_matrix])
         self._optimizer.init(self.model.trainable_parameters())
+        self._compile()
+        if not looking and self._gallery is None:
+            self._gallery = Gallery(self.model, str(self._seed), self._pictures, held_out=False)
+            self._test = Gallery(self.model, "test", 200, held_out=True)
+
+    def _compile(self) -> None:
+        """Anew whenever the optimizer's state is another object."""
+        looking = self.step < self._look_steps
         self._state = [self.model.state, self._matrices.state, self._others.state]
         differentiated = nn.value_and_grad(self.model, self._look_loss if looking else self._answer_loss)
 
@@ -93,9 +101,6 @@ class Training:
             return loss
 
         self._advance: Callable[..., mx.array] = mx.compile(step, inputs=self._state, outputs=self._state)
-        if not looking and self._gallery is None:
-            self._gallery = Gallery(self.model, str(self._seed), self._pictures, held_out=False)
-            self._test = Gallery(self.model, "test", 200, held_out=True)
 
     def _look_loss(self, model: net.Model, pixels: mx.array, labels: mx.array) -> mx.array:
         side = folder.SIDE // folder.PATCH
@@ -120,8 +125,8 @@ class Training:
             side = folder.SIDE // folder.PATCH
             loss = self._advance(pixels_of(scenes), mx.array(Looking.labels(scenes, (side, side))))
         else:
-            picture = lambda: rng.choice(self._gallery.scenes)  # noqa: E731
-            batch = batches.make_batch(self._tokenizer, rng, picture, self._budget, self._progress())
+            scenes = self._gallery.scenes
+            batch = batches.make_batch(self._tokenizer, rng, lambda: rng.choice(scenes), self._budget, self._progress())
             loss = self._advance(arrays_of(batch), self._features(self._gallery, batch))
         mx.eval(self._state, loss)
         self.step += 1
@@ -187,6 +192,7 @@ class Training:
         self.step = step
         self._prepare()
         self._optimizer.state = tree_unflatten(_within(values, "optimizer."))
+        self._compile()
         return True
 
     def write(self, path: Path) -> None:
