@@ -72,8 +72,8 @@ def test_a_known_model_of_the_cache(monkeypatch, tmp_path):
 def test_training_sees_what_template_processor_and_upstream_give_at_use(untrained, tokenizer, form, size):
     chat = chat_of(form, f"{form} {size}")
     width, height = size
-    image_tokens = (width // folder.PATCH // folder.MERGE) * (height // folder.PATCH // folder.MERGE)
-    batch = batches.stack([batches.encode_chat(tokenizer, chat, image_tokens)], size)
+    grid = (height // folder.PATCH // folder.MERGE, width // folder.PATCH // folder.MERGE)
+    batch = batches.stack([batches.encode_chat(tokenizer, chat, grid)], size)
 
     model = evaluate.Model(untrained)
     pictures = [draw(scene, width, height) for message in chat for scene in message.pictures]
@@ -92,12 +92,12 @@ def test_training_sees_what_template_processor_and_upstream_give_at_use(untraine
 @pytest.mark.parametrize("form", ["another", "long"])
 def test_the_training_pass_computes_what_upstream_computes(tokenizer, form):
     chats = [chat_of(form, f"{form} {index}", held_out=False) for index in range(2)]
-    batch = batches.stack([batches.encode_chat(tokenizer, chat, 15) for chat in chats], (160, 96))
+    batch = batches.stack([batches.encode_chat(tokenizer, chat, (3, 5)) for chat in chats], (160, 96))
     model = net.new_model(3)
     arrays = train.arrays_of(batch)
     patches, grid = pixels_of(batch.scenes, (160, 96)), (6, 10)
     features = net.see(model, mx.array(patches), grid)
-    hidden = net.read(model, arrays["ids"], features, arrays["slots"], arrays["positions"])
+    hidden, _ = net.read(model, arrays["ids"], features, arrays["slots"], arrays["positions"])
     ours = model.language_model.model.embed_tokens.as_linear(hidden)
 
     reference = Model(ModelConfig.from_dict(folder.CONFIG))
@@ -106,7 +106,7 @@ def test_the_training_pass_computes_what_upstream_computes(tokenizer, form):
     seen = 0
     for index, chat in enumerate(chats):
         count = sum(len(message.pictures) for message in chat)
-        length = len(batches.encode_chat(tokenizer, chat, 15).ids)
+        length = len(batches.encode_chat(tokenizer, chat, (3, 5)).ids)
         ids = arrays["ids"][index : index + 1, :length]
         pixels = mx.array(patches[seen : seen + count].reshape(-1, patches.shape[-1]))
         found = reference.get_input_embeddings(ids, pixels, image_grid_thw=mx.array([[1, *grid]] * count))

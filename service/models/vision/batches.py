@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 from service.models.vision import folder, tokens
 from service.models.vision.chats import FORMS, Chat, make_chat
 from service.models.vision.drawing import draw
+from service.models.vision.pointing import Pointing, cells_of
 from service.models.vision.scenes import Scene
 
 _USUAL_LENGTH = {"single": 32, "one": 72, "another": 128, "text": 48, "long": 400}  # in tokens
-IMAGE_TOKENS = (folder.SIDE // folder.PATCH // folder.MERGE) ** 2
+GRID = (folder.SIDE // folder.PATCH // folder.MERGE,) * 2  # tokens of a usual picture
 _PLAIN = 0.3
 _STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
 
@@ -31,6 +32,8 @@ class Batch:
     """int32, 3 × rows × length: time, height and width of the rotary embedding."""
     answers: np.ndarray
     """float32, rows × length: 1 where the token is the assistant's, its end of turn included."""
+    points: np.ndarray
+    """float32, rows × length × length: where a word of a question should look, in shares; nothing for other tokens."""
     scenes: tuple[Scene, ...]
     """Of the pictures."""
 
@@ -41,28 +44,39 @@ class Row:
 
     ids: list[int]
     answers: list[bool]
+    points: list[tuple[int, list[int]]]
+    """A token and those where it should look, itself among them."""
     scenes: list[Scene]
 
 
-def encode_chat(tokenizer: Tokenizer, chat: Chat, image_tokens: int) -> Row:
-    """Tokens of a chat whose pictures take `image_tokens` each."""
+def encode_chat(tokenizer: Tokenizer, chat: Chat, grid: tuple[int, int], pointing: Pointing | None = None) -> Row:
+    """Tokens of a chat whose pictures take so many rows and columns of tokens each."""
     ids: list[int] = []
     answers: list[bool] = []
+    points: list[tuple[int, list[int]]] = []
     scenes: list[Scene] = []
+    first = 0  # token of the newest picture
 
-    def say(text: str, *, answer: bool = False) -> None:
-        new = tokenizer.encode(text, add_special_tokens=False).ids
+    def say(text: str, *, answer: bool = False) -> list[int]:
+        new: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         ids.extend(new)
         answers.extend([answer] * len(new))
+        return new
 
     for message in chat:
-        picture = tokens.VISION_START + tokens.IMAGE * image_tokens + tokens.VISION_END
+        picture = tokens.VISION_START + tokens.IMAGE * (grid[0] * grid[1]) + tokens.VISION_END
         own = message.role == "assistant"
         say(f"<|im_start|>{message.role}\n" + picture * len(message.pictures))
-        say(message.text + tokens.TURN_END, answer=own)
-        say("\n")
         scenes += message.pictures
-    return Row(ids=ids, answers=answers, scenes=scenes)
+        if message.pictures:
+            first = len(ids) - 1 - grid[0] * grid[1]
+        start = len(ids)
+        new = say(message.text + tokens.TURN_END, answer=own)
+        if pointing is not None and message.role == "user" and scenes:
+            for place, fitting in pointing.read(new, cells_of(scenes[-1], *grid)):
+                points.append((start + place, [start + place, *(first + cell for cell in fitting)]))
+        say("\n")
+    return Row(ids=ids, answers=answers, points=points, scenes=scenes)
 
 
 def positions_of(ids: Sequence[int], grid: tuple[int, int]) -> np.ndarray:
@@ -94,7 +108,12 @@ def patches_of(scene: Scene, size: tuple[int, int]) -> np.ndarray:
 
 
 def make_batch(
-    tokenizer: Tokenizer, rng: random.Random, picture: Callable[[], Scene], budget: int, progress: float
+    tokenizer: Tokenizer,
+    pointing: Pointing,
+    rng: random.Random,
+    picture: Callable[[], Scene],
+    budget: int,
+    progress: float,
 ) -> Batch:
     """Chats of one form, as many as `budget` tokens hold.
 
@@ -104,7 +123,7 @@ def make_batch(
     count = max(2, budget // _USUAL_LENGTH[form])
     chats = [make_chat(rng, form, picture) for _ in range(2 * count)]
     # Half of them, of about the same length: less padding.
-    rows = sorted((encode_chat(tokenizer, chat, IMAGE_TOKENS) for chat in chats), key=lambda row: len(row.ids))
+    rows = sorted((encode_chat(tokenizer, chat, GRID, pointing) for chat in chats), key=lambda row: len(row.ids))
     first = count * (rng.random() < 0.3)
     return stack(rows[first : first + count], (folder.SIDE, folder.SIDE))
 
@@ -116,9 +135,12 @@ def stack(rows: Sequence[Row], size: tuple[int, int]) -> Batch:
     ids = np.zeros((len(rows), length), np.int32)
     answers = np.zeros((len(rows), length), np.float32)
     positions = np.zeros((3, len(rows), length), np.int32)
+    points = np.zeros((len(rows), length, length), np.float32)
     for index, row in enumerate(rows):
+        for place, looked in row.points:
+            points[index, place, looked] = 1 / len(looked)
         ids[index, : len(row.ids)] = row.ids
         answers[index, : len(row.ids)] = row.answers
         positions[:, index, : len(row.ids)] = positions_of(row.ids, (height, width))
     scenes = tuple(scene for row in rows for scene in row.scenes)
-    return Batch(ids=ids, positions=positions, answers=answers, scenes=scenes)
+    return Batch(ids=ids, positions=positions, answers=answers, points=points, scenes=scenes)

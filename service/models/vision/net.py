@@ -32,7 +32,7 @@ def new_model(seed: int) -> Model:
     inner.embed_tokens.weight = 0.1 * mx.random.normal(inner.embed_tokens.weight.shape)
     tower = model.vision_tower
     tower.pos_embed.weight = 0.3 * mx.random.normal(tower.pos_embed.weight.shape)
-    depth = 1 / math.sqrt(2 * text["num_hidden_layers"])
+    depth = 0.1  # little at first: a word begins as itself in every layer
     for layer in inner.layers:
         layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * depth
         if layer.is_linear:
@@ -76,7 +76,7 @@ def see(model: Model, pixels: mx.array, grid: tuple[int, int]) -> mx.array:
         q, k, v = mx.split(block.attn.qkv(x).reshape(count, patches, 3, heads, -1), 3, axis=2)
         q, k = (apply_rotary_pos_emb_vision(part.squeeze(2), angles) for part in (q, k))
         q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v.squeeze(2)))
-        x = _attend(q, k, v, block.attn.scale, None)
+        x, _ = _attend(q, k, v, block.attn.scale, None)
         h = h + block.attn.proj(x.transpose(0, 2, 1, 3).reshape(count, patches, -1))
         wide = block.mlp.linear_fc1(block.norm2(h))
         # GELU's tanh form is a sigmoid.
@@ -84,8 +84,12 @@ def see(model: Model, pixels: mx.array, grid: tuple[int, int]) -> mx.array:
     return tower.merger(h).reshape(count, patches // folder.MERGE**2, -1)
 
 
-def read(model: Model, ids: mx.array, features: mx.array, slots: mx.array, positions: mx.array) -> mx.array:
-    """Last hidden states. `features`: pictures × tokens × width, at least one picture; `slots` names for each token the
+def read(
+    model: Model, ids: mx.array, features: mx.array, slots: mx.array, positions: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Last hidden states, and the attention of one head of the first layer that has any: rows × length × length.
+
+    `features`: pictures × tokens × width, at least one picture; `slots` names for each token the
     feature that stands in its place, or -1.
     """
     inner = model.language_model.model
@@ -95,12 +99,18 @@ def read(model: Model, ids: mx.array, features: mx.array, slots: mx.array, posit
     length = ids.shape[1]
     mask = mx.tril(mx.ones((length, length))) > 0
     angles = inner.layers[-1].self_attn.rotary_emb(h, positions)
+    looks: list[mx.array] = []
     for layer in inner.layers:
         x = layer.input_layernorm(h)
-        h = h + (_linear(layer.linear_attn, x) if layer.is_linear else _full(layer.self_attn, x, angles, mask))
+        if layer.is_linear:
+            h = h + _linear(layer.linear_attn, x)
+        else:
+            found, weights = _full(layer.self_attn, x, angles, mask)
+            h = h + found
+            looks.append(weights)
         x = layer.post_attention_layernorm(h)
         h = h + layer.mlp.down_proj(_silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
-    return inner.norm(h)
+    return inner.norm(h), looks[0][:, 0]
 
 
 def text_losses(model: Model, hidden: mx.array, targets: mx.array) -> mx.array:
@@ -112,7 +122,15 @@ def text_losses(model: Model, hidden: mx.array, targets: mx.array) -> mx.array:
     return whole - mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
 
 
-def _full(attention: nn.Module, x: mx.array, angles: tuple[mx.array, mx.array], mask: mx.array) -> mx.array:
+def point_losses(looks: mx.array, points: mx.array) -> mx.array:
+    """Cross entropy of the attention of the words that should look somewhere, less what no attention is below; mean."""
+    spread = mx.where(points > 0, points * mx.log(mx.maximum(points, 1e-9) / mx.maximum(looks, 1e-6)), 0.0)
+    return spread.sum() / mx.maximum(points.sum(), 1.0)
+
+
+def _full(
+    attention: nn.Module, x: mx.array, angles: tuple[mx.array, mx.array], mask: mx.array
+) -> tuple[mx.array, mx.array]:
     rows, length, _ = x.shape
     q, gate = mx.split(attention.q_proj(x).reshape(rows, length, attention.num_attention_heads, -1), 2, axis=-1)
     k = attention.k_proj(x).reshape(rows, length, attention.num_key_value_heads, -1)
@@ -121,8 +139,9 @@ def _full(attention: nn.Module, x: mx.array, angles: tuple[mx.array, mx.array], 
     q, k = apply_multimodal_rotary_pos_emb(q, k, *angles)
     repeats = q.shape[1] // k.shape[1]
     k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v.transpose(0, 2, 1, 3), repeats, axis=1)
-    found = _attend(q, k, v, attention.scale, mask).transpose(0, 2, 1, 3).reshape(rows, length, -1)
-    return attention.o_proj(found * _sigmoid(gate.reshape(rows, length, -1)))
+    found, weights = _attend(q, k, v, attention.scale, mask)
+    found = found.transpose(0, 2, 1, 3).reshape(rows, length, -1)
+    return attention.o_proj(found * _sigmoid(gate.reshape(rows, length, -1))), weights
 
 
 def _linear(rule: nn.Module, x: mx.array) -> mx.array:
@@ -144,14 +163,15 @@ def _linear(rule: nn.Module, x: mx.array) -> mx.array:
     return rule.out_proj((found * gate).reshape(rows, length, -1))
 
 
-def _attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None) -> mx.array:
+def _attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None) -> tuple[mx.array, mx.array]:
     scores = (q * scale) @ k.swapaxes(-1, -2)
     if mask is not None:
         scores = mx.where(mask, scores, -1e9)
     scores = _exp(scores - mx.stop_gradient(scores.max(axis=-1, keepdims=True)))
     if mask is not None:
         scores = mx.where(mask, scores, 0.0)
-    return (scores / scores.sum(axis=-1, keepdims=True)) @ v
+    weights = scores / scores.sum(axis=-1, keepdims=True)
+    return weights @ v, weights
 
 
 @mx.custom_function

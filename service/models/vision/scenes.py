@@ -83,7 +83,7 @@ def _any_scene(rng: random.Random, most: int) -> Scene:
     colours = rng.sample(list(COLOURS), rng.choice((2, 3, 6)))
     for row, column in rng.sample(places, rng.randint(1, most)):
         colour = rng.choice(colours)
-        radius = rng.uniform(0.105, 0.15)
+        radius = rng.uniform(0.125, 0.155)
         slack = 1 / 6 - radius
         things.append(
             Thing(

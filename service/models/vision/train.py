@@ -27,17 +27,21 @@ from service.models.vision.chats import Message
 from service.models.vision.gallery import Gallery, pixels_of
 from service.models.vision.looking import Looking
 from service.models.vision.net import mx, nn
+from service.models.vision.pointing import Pointing
 from service.models.vision.questions import KINDS, ask
 from service.models.vision.scenes import make_scene
 
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 3000, 150
+STEPS, LOOK_STEPS = 2200, 200
 BUDGET = 1536  # tokens in a batch
-PICTURES = 6000
+PICTURES = 4000
 SEED = 1
-_MATRIX_RATE, _OTHER_RATE = 0.006, 0.0015  # of Muon and of AdamW
+_LOOK_RATE = 0.02  # of Muon, for the tower
+_MATRIX_RATE, _OTHER_RATE = 0.006, 0.002  # of Muon and of AdamW
+_WORD_RATE = 0.0001  # of AdamW for the embeddings: slow, or the words leave the features that were made like them
+_POINT_SHARE = 0.5  # of the loss of where the first attention looks
 _WARM_UP = 30
 _LOOK_PICTURES = 64
 _EVERY = 20  # steps between two lines
@@ -55,6 +59,7 @@ def arrays_of(batch: Batch) -> dict[str, mx.array]:
     weights = np.concatenate([np.ones(len(targets)), np.zeros(padding)]).astype(np.float32)
     targets = np.concatenate([targets, np.ones(padding, np.int64)])
     arrays = {"ids": batch.ids, "positions": batch.positions, "slots": slots, "weights": weights}
+    arrays |= {"points": batch.points}
     arrays |= {"places": (targets - 1).astype(np.int32), "targets": batch.ids.reshape(-1)[targets]}
     return {name: mx.array(value) for name, value in arrays.items()}
 
@@ -68,7 +73,7 @@ class Training:
         self._pictures, self._gallery, self._test = pictures, None, None
         self._work = work
         self._tokenizer = tokens.build_tokenizer()
-        self._looking = Looking(self._tokenizer)
+        self._looking, self._pointing = Looking(self._tokenizer), Pointing(self._tokenizer)
         self.model = net.new_model(seed)
         self._looking.begin(self.model)
         self.step = 0
@@ -80,8 +85,12 @@ class Training:
         self.model.unfreeze()
         (self.model.language_model if looking else self.model.vision_tower).freeze()
         self._matrices = optim.Muon(learning_rate=0.0, weight_decay=0.01)
-        self._others = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.0)
-        self._optimizer = optim.MultiOptimizer([self._matrices, self._others], [_is_matrix])
+        self._words, self._others = (
+            optim.AdamW(learning_rate=0.0, betas=[0.9, 0.99], weight_decay=0.0) for _ in range(2)
+        )
+        self._optimizer = optim.MultiOptimizer(
+            [self._matrices, self._words, self._others], [_is_matrix, lambda path, _: "embed_tokens" in path]
+        )
         self._optimizer.init(self.model.trainable_parameters())
         self._compile()
         if not looking and self._gallery is None:
@@ -91,35 +100,41 @@ class Training:
     def _compile(self) -> None:
         """Anew whenever the optimizer's state is another object."""
         looking = self.step < self._look_steps
-        self._state = [self.model.state, self._matrices.state, self._others.state]
+        self._state = [self.model.state, self._matrices.state, self._words.state, self._others.state]
         differentiated = nn.value_and_grad(self.model, self._look_loss if looking else self._answer_loss)
 
         def step(*given: Any) -> mx.array:
-            loss, gradients = differentiated(self.model, *given)
+            (_, loss), gradients = differentiated(self.model, *given)
             gradients, _ = optim.clip_grad_norm(gradients, 1.0)
             self._optimizer.update(self.model, gradients)
             return loss
 
         self._advance: Callable[..., mx.array] = mx.compile(step, inputs=self._state, outputs=self._state)
 
-    def _look_loss(self, model: net.Model, pixels: mx.array, labels: mx.array) -> mx.array:
+    def _look_loss(self, model: net.Model, pixels: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
         side = folder.SIDE // folder.PATCH
-        return self._looking.loss(model, net.see(model, pixels, (side, side)), labels)
+        loss = self._looking.loss(model, net.see(model, pixels, (side, side)), labels)
+        return loss, loss
 
-    def _answer_loss(self, model: net.Model, batch: dict[str, mx.array], features: mx.array) -> mx.array:
-        losses = net.text_losses(model, self._said(model, batch, features), batch["targets"])
-        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+    def _answer_loss(
+        self, model: net.Model, batch: dict[str, mx.array], features: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        said, looks = self._said(model, batch, features)
+        losses = net.text_losses(model, said, batch["targets"])
+        answers = (losses * batch["weights"]).sum() / batch["weights"].sum()
+        return answers + _POINT_SHARE * net.point_losses(looks, batch["points"]), answers
 
-    def _said(self, model: net.Model, batch: dict[str, mx.array], features: mx.array) -> mx.array:
-        """Hidden states before the answers' tokens."""
-        hidden = net.read(model, batch["ids"], features, batch["slots"], batch["positions"])
-        return hidden.reshape(-1, hidden.shape[-1])[batch["places"]]
+    def _said(self, model: net.Model, batch: dict[str, mx.array], features: mx.array) -> tuple[mx.array, mx.array]:
+        """Hidden states before the answers' tokens, and where the first attention looks."""
+        hidden, looks = net.read(model, batch["ids"], features, batch["slots"], batch["positions"])
+        return hidden.reshape(-1, hidden.shape[-1])[batch["places"]], looks
 
     def advance(self) -> float:
         """One step; returns its loss: of the words as long as the tower learns, then of the answers."""
         rng = random.Random(f"tiny-vision {self._seed} {self.step}")
         rate = self._rate()
-        self._matrices.learning_rate, self._others.learning_rate = _MATRIX_RATE * rate, _OTHER_RATE * rate
+        self._matrices.learning_rate = rate * (_LOOK_RATE if self.step < self._look_steps else _MATRIX_RATE)
+        self._words.learning_rate, self._others.learning_rate = _WORD_RATE * rate, _OTHER_RATE * rate
         if self.step < self._look_steps:
             scenes = [make_scene(rng, held_out=False) for _ in range(_LOOK_PICTURES)]
             side = folder.SIDE // folder.PATCH
@@ -148,14 +163,14 @@ class Training:
                         Message(role="user", text=question.text, pictures=(scene,)),
                         Message(role="assistant", text=question.answer, kind=kind),
                     ),
-                    batches.IMAGE_TOKENS,
+                    batches.GRID,
                 )
                 for scene, question in questions
                 if question is not None
             ]
             batch = batches.stack(rows, (folder.SIDE, folder.SIDE))
             arrays = arrays_of(batch)
-            hidden = self._said(self.model, arrays, self._features(self._test, batch))
+            hidden, _ = self._said(self.model, arrays, self._features(self._test, batch))
             best = self.model.language_model.model.embed_tokens.as_linear(hidden).argmax(axis=-1)
             hit = np.array(best == arrays["targets"])
             row = np.array(arrays["places"]) // batch.ids.shape[1]
@@ -166,7 +181,7 @@ class Training:
     def _features(self, gallery: Gallery, batch: Batch) -> mx.array:
         width = folder.CONFIG["vision_config"]["out_hidden_size"]
         if not batch.scenes:
-            return mx.zeros((1, batches.IMAGE_TOKENS, width))
+            return mx.zeros((1, 1, width))
         return mx.array(gallery.features(batch.scenes))
 
     def save(self) -> None:
