@@ -9,8 +9,10 @@ import re
 import pytest
 
 from service.models.vision.chats import FORMS, Chat, make_chat
+from service.models.vision.pointing import Pointing, cells_of
 from service.models.vision.questions import KINDS, ask
 from service.models.vision.scenes import COLOURS, MOST_THINGS, PLACES, SHAPES, Scene, Thing, make_scene
+from service.models.vision.tokens import build_tokenizer
 
 COUNT = 120
 
@@ -128,3 +130,23 @@ def test_a_drawn_picture_shows_its_things_where_they_are():
                 assert picture.crop((column * 80, row * 80, column * 80 + 80, row * 80 + 80)).getcolors() == [
                     (6400, scene.ground)
                 ]
+
+
+def test_a_phrase_points_at_the_tokens_of_which_it_is_true():
+    tokenizer = build_tokenizer()
+    pointing = Pointing(tokenizer)
+    for scene in scenes("pointed at", count=30):
+        cells = cells_of(scene, 3, 3)
+        there = {thing.row * 3 + thing.column: thing for thing in scene.things}
+        places = [place for row in PLACES for place in row]
+        asked = [(shape, [cell for cell in there if there[cell].shape == shape]) for shape in SHAPES]
+        asked += [(f"{colour} things", [cell for cell in there if there[cell].colour == colour]) for colour in COLOURS]
+        asked += [
+            ("things", list(there)),
+            (scene.things[0].name, [c for c in there if fits(there[c], scene.things[0].name)]),
+        ]
+        asked += [(place, [number]) for number, place in enumerate(places)]
+        for words, expected in asked:
+            ids = tokenizer.encode(f"Well, the {words}?").ids
+            ((place, found),) = pointing.read(ids, cells)
+            assert (words.split()[-1], found) == (tokenizer.decode([ids[place]]).strip(), sorted(expected))
