@@ -34,6 +34,8 @@ class Batch:
     """float32, rows × length: 1 where the token is the assistant's, its end of turn included."""
     points: np.ndarray
     """float32, rows × length × length: where a word of a question should look, in shares; nothing for other tokens."""
+    recalls: np.ndarray
+    """The same of an answer's tokens: the word that its question is about."""
     scenes: tuple[Scene, ...]
     """Of the pictures."""
 
@@ -46,6 +48,8 @@ class Row:
     answers: list[bool]
     points: list[tuple[int, list[int]]]
     """A token and those where it should look, itself among them."""
+    recalls: list[tuple[int, int]]
+    """A token before one of an answer, and where it should look."""
     scenes: list[Scene]
 
 
@@ -55,7 +59,9 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat, grid: tuple[int, int], pointin
     answers: list[bool] = []
     points: list[tuple[int, list[int]]] = []
     scenes: list[Scene] = []
+    recalls: list[tuple[int, int]] = []
     first = 0  # token of the newest picture
+    asked = 0  # last word of what the newest question is about
 
     def say(text: str, *, answer: bool = False) -> list[int]:
         new: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -74,9 +80,12 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat, grid: tuple[int, int], pointin
         new = say(message.text + tokens.TURN_END, answer=own)
         if pointing is not None and message.role == "user" and scenes:
             for place, fitting in pointing.read(new, cells_of(scenes[-1], *grid)):
-                points.append((start + place, [start + place, *(first + cell for cell in fitting)]))
+                asked = start + place
+                points.append((asked, [asked, *(first + cell for cell in fitting)]))
+        if message.kind and asked:
+            recalls += [(place - 1, asked) for place in range(start, start + len(new))]
         say("\n")
-    return Row(ids=ids, answers=answers, points=points, scenes=scenes)
+    return Row(ids=ids, answers=answers, points=points, recalls=recalls, scenes=scenes)
 
 
 def positions_of(ids: Sequence[int], grid: tuple[int, int]) -> np.ndarray:
@@ -135,12 +144,14 @@ def stack(rows: Sequence[Row], size: tuple[int, int]) -> Batch:
     ids = np.zeros((len(rows), length), np.int32)
     answers = np.zeros((len(rows), length), np.float32)
     positions = np.zeros((3, len(rows), length), np.int32)
-    points = np.zeros((len(rows), length, length), np.float32)
+    points, recalls = (np.zeros((len(rows), length, length), np.float32) for _ in range(2))
     for index, row in enumerate(rows):
         for place, looked in row.points:
             points[index, place, looked] = 1 / len(looked)
+        for place, word in row.recalls:
+            recalls[index, place, word] = 1
         ids[index, : len(row.ids)] = row.ids
         answers[index, : len(row.ids)] = row.answers
         positions[:, index, : len(row.ids)] = positions_of(row.ids, (height, width))
     scenes = tuple(scene for row in rows for scene in row.scenes)
-    return Batch(ids=ids, positions=positions, answers=answers, points=points, scenes=scenes)
+    return Batch(ids=ids, positions=positions, answers=answers, points=points, recalls=recalls, scenes=scenes)

@@ -67,7 +67,7 @@ def make_chat(rng: random.Random, form: str, picture: Callable[[], Scene]) -> Ch
     if form == "long":
         sentences = [rng.choice(_FILLER) for _ in range(rng.randint(15, 40))]
         messages.append(Message(role="system", text=" ".join([rng.choice(_SYSTEM), *sentences])))
-    elif rng.random() < 0.1:
+    elif form != "single" and rng.random() < 0.1:
         messages.append(Message(role="system", text=rng.choice(_SYSTEM)))
     if form == "text":
         return (*messages, *_without_picture(rng, picture))

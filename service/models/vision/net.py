@@ -21,6 +21,7 @@ from mlx_vlm.models.qwen3_vl.vision import apply_rotary_pos_emb_vision  # noqa: 
 from service.models.vision import folder  # noqa: E402
 
 _CHUNK = 32
+_BROUGHT = 0.3  # of what attention finds, at first
 
 
 def new_model(seed: int) -> Model:
@@ -42,23 +43,30 @@ def new_model(seed: int) -> Model:
             heads = np.linspace(math.log(0.003), math.log(0.1), rule.num_v_heads)
             rule.A_log = mx.array(heads.astype(np.float32))
         else:
-            attention = layer.self_attn
-            attention.o_proj.weight = attention.o_proj.weight * depth
-            # Queries begin as the keys are, so a word looks for its like. Without it that takes long to be found.
-            keys = mx.repeat(
-                attention.k_proj.weight.reshape(attention.num_key_value_heads, -1, text["hidden_size"]),
-                attention.num_attention_heads // attention.num_key_value_heads,
-                axis=0,
-            )
-            queries = attention.q_proj.weight.reshape(attention.num_attention_heads, -1, text["hidden_size"])
-            attention.q_proj.weight = mx.concatenate([keys, queries[:, keys.shape[1] :]], axis=1).reshape(
-                attention.q_proj.weight.shape
-            )
+            _begin_attention(layer.self_attn, text["hidden_size"])
     for block in tower.blocks:
         block.mlp.linear_fc2.weight = block.mlp.linear_fc2.weight / math.sqrt(2 * vision["depth"])
         block.attn.proj.weight = block.attn.proj.weight / math.sqrt(2 * vision["depth"])
     mx.eval(model.parameters())
     return model
+
+
+def _begin_attention(attention: nn.Module, width: int) -> None:
+    """Queries begin as the keys are, so a word looks for its like; what is found is brought as it is, if weaker.
+
+    Chance weights take long to find either: words and the features of pictures are made alike for it.
+    """
+    heads, groups = attention.num_attention_heads, attention.num_key_value_heads
+    rng = np.random.default_rng(width)  # the same in every layer, so that what one brings the next can bring on
+    keys, values = (np.linalg.qr(rng.standard_normal((width, width)))[0].astype(np.float32) for _ in range(2))
+    rows = attention.k_proj.weight.shape[0]
+    keys, values = keys[:rows].reshape(groups, -1, width), values[:rows].reshape(groups, -1, width)
+    attention.k_proj.weight = mx.array(keys.reshape(rows, width))
+    attention.v_proj.weight = mx.array(values.reshape(rows, width))
+    attention.o_proj.weight = mx.array(_BROUGHT * np.repeat(values, heads // groups, axis=0).reshape(-1, width).T)
+    queries = np.array(attention.q_proj.weight).reshape(heads, -1, width)
+    queries[:, : keys.shape[1]] = np.repeat(keys, heads // groups, axis=0)  # behind them are the gates
+    attention.q_proj.weight = mx.array(queries.reshape(-1, width))
 
 
 def see(model: Model, pixels: mx.array, grid: tuple[int, int]) -> mx.array:
@@ -86,8 +94,8 @@ def see(model: Model, pixels: mx.array, grid: tuple[int, int]) -> mx.array:
 
 def read(
     model: Model, ids: mx.array, features: mx.array, slots: mx.array, positions: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Last hidden states, and the attention of one head of the first layer that has any: rows × length × length.
+) -> tuple[mx.array, list[mx.array]]:
+    """Last hidden states, and the attention of each layer that has any, of one head of each group: rows × groups × length × length.
 
     `features`: pictures × tokens × width, at least one picture; `slots` names for each token the
     feature that stands in its place, or -1.
@@ -107,10 +115,10 @@ def read(
         else:
             found, weights = _full(layer.self_attn, x, angles, mask)
             h = h + found
-            looks.append(weights)
+            looks.append(weights[:, :: layer.self_attn.num_attention_heads // layer.self_attn.num_key_value_heads])
         x = layer.post_attention_layernorm(h)
         h = h + layer.mlp.down_proj(_silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
-    return inner.norm(h), looks[0][:, 0]
+    return inner.norm(h), looks
 
 
 def text_losses(model: Model, hidden: mx.array, targets: mx.array) -> mx.array:
@@ -124,6 +132,7 @@ def text_losses(model: Model, hidden: mx.array, targets: mx.array) -> mx.array:
 
 def point_losses(looks: mx.array, points: mx.array) -> mx.array:
     """Cross entropy of the attention of the words that should look somewhere, less what no attention is below; mean."""
+    points = mx.broadcast_to(points[:, None], looks.shape)
     spread = mx.where(points > 0, points * mx.log(mx.maximum(points, 1e-9) / mx.maximum(looks, 1e-6)), 0.0)
     return spread.sum() / mx.maximum(points.sum(), 1.0)
 

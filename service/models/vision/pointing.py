@@ -1,8 +1,9 @@
 """Where a question's words point: at the image tokens of which they are true. Owns that reading of a question's tokens.
 
-The training tells the first attention layer so: from the last word of "red circles" it should look at the red circles
-and, for as much again as at one of them, at the word itself. What is left on the word then says how many there are.
-Found by itself, this takes many times as long.
+The training tells heads of the first attention layer so: from the last word of "red circles" it should look at the
+red circles and, for as much again as at one of them, at the word itself. What is left on the word then says how many
+there are. Heads of the last layer are told to look, from an answer, at that word. Found by themselves, both take many
+times as long.
 """
 
 import dataclasses

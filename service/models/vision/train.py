@@ -34,14 +34,14 @@ from service.models.vision.scenes import make_scene
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 2200, 200
+STEPS, LOOK_STEPS = 900, 200
 BUDGET = 1536  # tokens in a batch
 PICTURES = 4000
 SEED = 1
 _LOOK_RATE = 0.02  # of Muon, for the tower
 _MATRIX_RATE, _OTHER_RATE = 0.006, 0.002  # of Muon and of AdamW
 _WORD_RATE = 0.0001  # of AdamW for the embeddings: slow, or the words leave the features that were made like them
-_POINT_SHARE = 0.5  # of the loss of where the first attention looks
+_POINT_SHARE = 0.5  # of the losses of where the attentions look
 _WARM_UP = 30
 _LOOK_PICTURES = 64
 _EVERY = 20  # steps between two lines
@@ -59,7 +59,7 @@ def arrays_of(batch: Batch) -> dict[str, mx.array]:
     weights = np.concatenate([np.ones(len(targets)), np.zeros(padding)]).astype(np.float32)
     targets = np.concatenate([targets, np.ones(padding, np.int64)])
     arrays = {"ids": batch.ids, "positions": batch.positions, "slots": slots, "weights": weights}
-    arrays |= {"points": batch.points}
+    arrays |= {"points": batch.points, "recalls": batch.recalls}
     arrays |= {"places": (targets - 1).astype(np.int32), "targets": batch.ids.reshape(-1)[targets]}
     return {name: mx.array(value) for name, value in arrays.items()}
 
@@ -122,10 +122,13 @@ class Training:
         said, looks = self._said(model, batch, features)
         losses = net.text_losses(model, said, batch["targets"])
         answers = (losses * batch["weights"]).sum() / batch["weights"].sum()
-        return answers + _POINT_SHARE * net.point_losses(looks, batch["points"]), answers
+        pointing = net.point_losses(looks[0], batch["points"]) + net.point_losses(looks[-1], batch["recalls"])
+        return answers + _POINT_SHARE * pointing, answers
 
-    def _said(self, model: net.Model, batch: dict[str, mx.array], features: mx.array) -> tuple[mx.array, mx.array]:
-        """Hidden states before the answers' tokens, and where the first attention looks."""
+    def _said(
+        self, model: net.Model, batch: dict[str, mx.array], features: mx.array
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Hidden states before the answers' tokens, and where each attention looks."""
         hidden, looks = net.read(model, batch["ids"], features, batch["slots"], batch["positions"])
         return hidden.reshape(-1, hidden.shape[-1])[batch["places"]], looks
 
@@ -141,7 +144,9 @@ class Training:
             loss = self._advance(pixels_of(scenes), mx.array(Looking.labels(scenes, (side, side))))
         else:
             scenes = self._gallery.scenes
-            batch = batches.make_batch(self._tokenizer, rng, lambda: rng.choice(scenes), self._budget, self._progress())
+            batch = batches.make_batch(
+                self._tokenizer, self._pointing, rng, lambda: rng.choice(scenes), self._budget, self._progress()
+            )
             loss = self._advance(arrays_of(batch), self._features(self._gallery, batch))
         mx.eval(self._state, loss)
         self.step += 1
