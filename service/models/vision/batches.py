@@ -16,9 +16,9 @@ from service.models.vision.drawing import draw
 from service.models.vision.pointing import Pointing, cells_of
 from service.models.vision.scenes import Scene
 
-_USUAL_LENGTH = {"single": 32, "one": 72, "another": 128, "text": 48, "long": 400}  # in tokens
+_USUAL_LENGTH = {"single": 32, "one": 112, "another": 144, "text": 48, "long": 400}  # in tokens
 GRID = (folder.SIDE // folder.PATCH // folder.MERGE,) * 2  # tokens of a usual picture
-_PLAIN = 0.3
+_PLAIN = 0.16
 _STEP = 32  # lengths are rounded up to it: few shapes, so memory is reused
 
 

@@ -26,7 +26,7 @@ class Message:
 
 Chat = tuple[Message, ...]
 
-FORMS = {"single": 0.3, "one": 0.4, "another": 0.22, "text": 0.04, "long": 0.04}
+FORMS = {"single": 0.2, "one": 0.5, "another": 0.22, "text": 0.04, "long": 0.04}
 """Forms of a chat and how often each is trained, once all are."""
 
 _HELLO = ("Hello.", "Hello!", "Hi.", "Hello, who are you?", "What can you do?", "Who are you?")
@@ -72,7 +72,7 @@ def make_chat(rng: random.Random, form: str, picture: Callable[[], Scene]) -> Ch
     if form == "text":
         return (*messages, *_without_picture(rng, picture))
     scene = picture()
-    messages += _show(rng, scene, [ask_any(rng, scene) for _ in range(1 if form == "single" else rng.randint(2, 5))])
+    messages += _show(rng, scene, [ask_any(rng, scene) for _ in range(1 if form == "single" else rng.randint(3, 8))])
     if form == "another":
         scene = picture()
         newest = [dataclasses.replace(ask_any(rng, scene), kind="newest picture") for _ in range(rng.randint(1, 3))]

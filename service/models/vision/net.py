@@ -95,10 +95,10 @@ def see(model: Model, pixels: mx.array, grid: tuple[int, int]) -> mx.array:
 def read(
     model: Model, ids: mx.array, features: mx.array, slots: mx.array, positions: mx.array
 ) -> tuple[mx.array, list[mx.array]]:
-    """Last hidden states, and the attention of each layer that has any, of one head of each group: rows × groups × length × length.
+    """Last hidden states, and of each layer that has attention, that of a head of each group.
 
-    `features`: pictures × tokens × width, at least one picture; `slots` names for each token the
-    feature that stands in its place, or -1.
+    `features`: pictures × tokens × width, at least one picture; `slots` names for each token the feature that stands in
+    its place, or -1. Attention: rows × groups × length × length.
     """
     inner = model.language_model.model
     h = inner.embed_tokens(ids)

@@ -34,7 +34,7 @@ from service.models.vision.scenes import make_scene
 import mlx.optimizers as optim  # isort: skip - after `net` has prepared the CPU
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
-STEPS, LOOK_STEPS = 900, 200
+STEPS, LOOK_STEPS = 1500, 200
 BUDGET = 1536  # tokens in a batch
 PICTURES = 4000
 SEED = 1
