@@ -25,13 +25,14 @@ from tests.e2e.live import PATIENCE, Answer, LiveServer, adds_up, generate, gree
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
 
 from service.models.vision.drawing import draw
-from service.models.vision.questions import Question, ask_any
+from service.models.vision.questions import Question, ask, ask_any
 from service.models.vision.scenes import Scene, make_scene
 
 pytestmark = [pytest.mark.mlx]
 
 MODEL = "tiny-vision"
 STOPPING = pb.Stopping(max_tokens=8)
+LEARNT = ("colour", "shape", "what is at")  # the kinds that it answers best
 SIZES = (96, 160, 256)  # pixels; the same scene in another size is another picture
 
 
@@ -247,6 +248,18 @@ class Shuffle:
 def cold() -> Iterator[LiveServer]:
     with LiveServer(MODEL) as live:
         yield live
+
+
+def test_answers_about_pictures_never_trained_on_are_right(cold: LiveServer) -> None:
+    rng = random.Random("pictures")
+    answers = []
+    while len(answers) < 12:
+        picture = Picture(make_scene(rng, held_out=True), 192)
+        question = ask(rng, picture.scene, rng.choice(LEARNT))
+        if question is not None:
+            answer = generate(cold, greedy(input_of((Said("user", question.text, picture),)), stopping=STOPPING))
+            answers.append((question.text, question.answer, answer.text))
+    assert sum(right == given for _, right, given in answers) >= 10, answers
 
 
 @pytest.mark.slow
