@@ -30,7 +30,7 @@ $(VENV)/.done: pyproject.toml
 	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,vision,cpu,dev]'
 	@touch $@
 
-demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3)
+demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3, MODEL=tiny-vision)
 	$(BIN)/kvfork demo --model $(MODEL) $(ARGS)
 
 serve: setup ## Serve a model on 127.0.0.1:50051 (MODEL=..., ARGS="--max-batch 4")

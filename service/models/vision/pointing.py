@@ -2,8 +2,8 @@
 
 The training tells heads of the first attention layer so: from the last word of "red circles" it should look at the
 red circles and, for as much again as at one of them, at the word itself. What is left on the word then says how many
-there are. Heads of the last layer are told to look, from an answer, at that word. Found by themselves, both take many
-times as long.
+there are. Heads of the last layer are told to look, from an answer, at that word. A run of 1,000 steps that was not
+told had found neither.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@ Owns the schedule, the checkpoints and the progress lines. What step N trains on
 seed and N alone, so an interrupted training goes on where its last checkpoint is, as if nothing had happened.
 
 First the tower learns to bring what lies under each of its tokens near the words for it, and stays as it is from then
-on; then the text model learns to answer, from features of pictures that the tower sees once. Learnt together from the
-start, the same answers take many times as long.
+on; then the text model learns to answer, from features of pictures that the tower sees once, which spares the tower in
+every further step.
 """
 
 import argparse
