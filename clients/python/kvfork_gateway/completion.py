@@ -37,11 +37,11 @@ class Completion:
         request: ChatRequest,
         model: kv.ModelInfo,
         prompt_usage: kv.Usage | None,
-        ended: Callable[[], None],
+        ended: Callable[[Completion], None],
     ) -> None:
         """`prompt_usage`: of the prompt that the choices share, if it was computed before them."""
         self.streams: list[Stream] = []
-        self.ended = ended
+        self._ended = ended
         self._request = request
         self._model = model
         self._prompt_usage = prompt_usage
@@ -129,7 +129,7 @@ class Completion:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self.ended()
+        self._ended(self)
 
     async def _shown(self) -> AsyncIterator[tuple[Stream, list[Chunk]] | None]:
         """What each event of any choice shows, as it comes. Raises Refused."""

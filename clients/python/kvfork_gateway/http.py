@@ -18,9 +18,10 @@ from typing import Any
 import kvfork_client as kv
 
 from . import request as requests
-from .completions import Caller, Completions
+from .completions import Completions
 from .errors import Header, Refused, refused_by
 from .fields import document
+from .keeping import Caller
 
 log = logging.getLogger("kvfork.gateway")
 
@@ -72,11 +73,11 @@ class Application:
         caller = self._completions.caller(exchange.bearer())
         if path == "/v1/models":
             exchange.require("GET")
-            models = await self._completions.models(caller)
+            models = await caller.client.models()
             await exchange.answer(200, {"object": "list", "data": [_model(model) for model in models]})
         elif path.startswith("/v1/models/"):
             exchange.require("GET")
-            model = await caller.client.model(f"models/{path.removeprefix('/v1/models/').removeprefix('models/')}")
+            model = await self._completions.model(path.removeprefix("/v1/models/"), caller)
             await exchange.answer(200, _model(model))
         elif path == "/v1/chat/completions":
             exchange.require("POST")

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfork_client import Constraint, Durability, Sampling, SaveOptions, Stopping
 
-from .fields import Fields, Object, object_of, refuse, text_of, unsupported, whole_of
+from .fields import Fields, Object, object_of, refuse, text_of, unsupported
 from .messages import Turn, turns_of
 
 MOST_CHOICES = 128
@@ -237,13 +237,3 @@ def _indifferent(fields: Fields) -> None:
     modalities = fields.take("modalities")
     if modalities not in (None, ["text"]):
         unsupported("modalities", 'must be ["text"]')
-
-
-def alias_of(aliases: Mapping[str, str], model: str) -> str:
-    """The contract's name of a model: "models/{id}". An alias "*" stands for every name that is not one itself."""
-    name = model.removeprefix("models/")
-    found = aliases.get(name, name)
-    return f"models/{found.removeprefix('models/')}"
-
-
-__all__ = ["ChatRequest", "Extension", "alias_of", "read", "whole_of"]
