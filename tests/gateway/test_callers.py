@@ -25,7 +25,7 @@ def people() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(people: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     path: Path = tmp_path_factory.mktemp("tokens") / "tokens"
-    path.write_text("".join(line + "\n" for _, line in people.values()))
+    path.write_text("".join(f"{line}\n" for _, line in people.values()))
     path.chmod(0o600)
     with LiveServer("tiny-llama", "--tokens", str(path), token=people["alice"][0]) as live:
         yield live

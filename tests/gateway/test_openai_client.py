@@ -114,7 +114,7 @@ def test_json_by_a_schema_and_json_at_all(client: openai.OpenAI) -> None:
     }
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": schema}}
     answer = client.chat.completions.create(**GREEDY, messages=ASK, max_tokens=200, response_format=form)
-    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].finish_reason == "stop", answer.choices[0].message.content
     validate(json.loads(answer.choices[0].message.content), schema)
     some = client.chat.completions.create(
         **GREEDY, messages=ASK, max_tokens=20, response_format={"type": "json_object"}
@@ -171,7 +171,7 @@ def test_what_is_asked_for_wrongly_is_named(client: openai.OpenAI) -> None:
     assert refused(messages=turn) == (bad, "messages[0].content[0].image_url.url", "unsupported_parameter")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     assert refused(response_format=form) == (bad, "response_format", "invalid_value")
-    long = [{"role": "user", "content": "word " * 20000}]
+    long = [{"role": "user", "content": "word " * 400_000}]
     assert refused(messages=long) == (bad, "messages", "context_length_exceeded")
     # In a stream too, as a status and not as an event.
     assert refused(temperature=-1, stream=True) == (bad, "temperature", "invalid_value")
@@ -219,19 +219,16 @@ def test_handles_keep_and_continue_a_state(client: openai.OpenAI, server: LiveSe
 
 def test_a_growing_conversation_goes_on_from_its_last_answer(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "First of all, tell me something about this place."}]
-    computed = []
+    before = 0
     for turn in range(4):
         answer = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=30)
-        usage = answer.usage
-        computed.append(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
+        # Random weights write what no tokenizer would: then the answer is read again, but nothing that came before it.
+        assert answer.usage.prompt_tokens_details.cached_tokens >= before
+        before = answer.usage.prompt_tokens
         messages += [
             {"role": "assistant", "content": answer.choices[0].message.content},
             {"role": "user", "content": f"Go on with number {turn}."},
         ]
-    added = usage.prompt_tokens - answer.usage.completion_tokens
-    assert added > 0
-    # Random weights write what no tokenizer would: then the answer is read again, but never what came before it.
-    assert max(computed[1:]) < 30 + 40 and computed[-1] < usage.prompt_tokens / 2
 
 
 def test_the_same_tokens_are_asked_for_with_and_without_a_kept_place(client: openai.OpenAI, server: LiveServer) -> None:
