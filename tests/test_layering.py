@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "service": ROOT,
     "kvcache": ROOT,
-    **dict.fromkeys(("kvfork_client", "kvfork_langgraph"), ROOT / "clients" / "python"),
+    **dict.fromkeys(("kvfork_client", "kvfork_gateway", "kvfork_langgraph"), ROOT / "clients" / "python"),
 }
 
 # The joints of the layout: a rule about a module that is gone would hold for ever.
@@ -40,6 +40,7 @@ MUST_EXIST = (
     "service.scheduler",
     "service.text",
     "kvfork_client",
+    "kvfork_gateway.serving",
 )
 
 MLX = ("mlx", "mlx_lm", "mlx_vlm")
@@ -95,6 +96,8 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
     "kvfork_langgraph": ("kvfork_client", "kvfork_langgraph", "langgraph", "langchain_core"),
+    # A client of the contract: all that it knows of a server it has from there.
+    "kvfork_gateway": ("kvfork_client", "kvfork_gateway", "uvicorn"),
 }
 
 # Who may import a thing; nobody else does.
@@ -107,6 +110,8 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "langgraph": ("kvfork_langgraph",),
     "prometheus_client": ("service.metrics.collector",),
     "opentelemetry": ("service.tracing",),
+    "uvicorn": ("kvfork_gateway.serving", "service.cli.gateway"),
+    "kvfork_gateway": ("kvfork_gateway", "service.cli.gateway"),
     "service.app": ("service.cli",),
     "service.cli": ("service.cli", "service.__main__"),
     "service.rpc": ("service.rpc", "service.app", "service.cli.serve"),

@@ -50,6 +50,16 @@ class Client:
         """Cancels what runs and closes the connection. Snapshots stay on the server."""
         self._connection.close()
 
+    def with_token(self, token: str | None) -> Client:
+        """A client that calls in another name over this one's connection: for a process that serves several callers.
+
+        Closing it does nothing: the connection is closed with this one. Raises ValueError for a token as the
+        constructor does.
+        """
+        made = object.__new__(Client)
+        made._connection = self._connection.in_name_of(token)
+        return made
+
     def generate(
         self,
         input: InputLike | None = None,
