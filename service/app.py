@@ -76,6 +76,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
         )
         store.start()
         codec = TextCodec.load(folder)
+        channels = detect(codec)
         view = ModelView(
             name=f"models/{model_name}",
             state=ModelState.READY,
@@ -85,6 +86,8 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             eos_token_ids=tuple(sorted(codec.eos_ids)),
             vision=facts.preparer is not None,
             trimmable=facts.layout.trimmable,
+            tells_reasoning=channels.has_reasoning,
+            tells_tool_calls=channels.has_tool_calls,
             bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
             default_top_p=1.0 if facts.top_p is None else facts.top_p,
@@ -100,7 +103,6 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
                 raise ModelHasChanged(f"{folder} is not what it was at the start: snapshots would not fit")
             return MlxEngine(model, facts.layout, facts.footprint)
 
-        channels = detect(codec)
         return Loaded(
             engine=engine,
             cache=cache,

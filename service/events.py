@@ -290,6 +290,8 @@ class ModelView:
     eos_token_ids: tuple[int, ...] = ()
     trimmable: bool = False
     vision: bool = False
+    tells_reasoning: bool = False  # apart from the answer
+    tells_tool_calls: bool = False
     bytes_per_token: int = 0
     default_temperature: float = 0.0
     default_top_p: float = 1.0

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"service": ROOT, "kvcache": ROOT, "kvfork_client": ROOT / "clients" / "python"}
+PACKAGES = {
+    "service": ROOT,
+    "kvcache": ROOT,
+    **dict.fromkeys(("kvfork_client", "kvfork_gateway", "kvfork_langgraph"), ROOT / "clients" / "python"),
+}
 
 # The joints of the layout: a rule about a module that is gone would hold for ever.
 MUST_EXIST = (
@@ -37,6 +41,7 @@ MUST_EXIST = (
     "service.scheduler",
     "service.text",
     "kvfork_client",
+    "kvfork_gateway.serving",
 )
 
 MLX = ("mlx", "mlx_lm", "mlx_vlm")
@@ -93,6 +98,9 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.config_file": (),
     "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
+    "kvfork_langgraph": ("kvfork_client", "kvfork_langgraph", "langgraph", "langchain_core"),
+    # A client of the contract: all that it knows of a server it has from there.
+    "kvfork_gateway": ("kvfork_client", "kvfork_gateway", "uvicorn"),
 }
 
 # Who may import a thing; nobody else does.
@@ -103,8 +111,11 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "llguidance": ("service.text.constraint",),
     "kvfork": ("service.rpc", "service.inspector", "kvfork_client"),
     "h11": ("service.inspector.http",),
+    "langgraph": ("kvfork_langgraph",),
     "prometheus_client": ("service.metrics.collector",),
     "opentelemetry": ("service.tracing",),
+    "uvicorn": ("kvfork_gateway.serving", "service.cli.gateway"),
+    "kvfork_gateway": ("kvfork_gateway", "service.cli.gateway"),
     "service.app": ("service.cli",),
     "service.inspector": ("service.inspector", "service.app"),
     "service.cli": ("service.cli", "service.__main__"),

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = ("serve", "talk", "models", "store", "token", "config", "doctor", "demo")
+_COMMANDS = ("serve", "talk", "gateway", "models", "store", "token", "config", "doctor", "demo")
 
 _EPILOG = """\
 first steps:

@@ -302,6 +302,8 @@ def write_model(view: ModelView) -> server_pb.Model:
         eos_token_ids=view.eos_token_ids,
         vision=view.vision,
         trimmable=view.trimmable,
+        tells_reasoning=view.tells_reasoning,
+        tells_tool_calls=view.tells_tool_calls,
         bytes_per_token=view.bytes_per_token,
         default_sampling=defaults if ready else None,
     )

@@ -57,6 +57,11 @@ class Format:
         return self.harmony or any(span.channel is TextChannel.REASONING for span in self.spans)
 
     @property
+    def has_tool_calls(self) -> bool:
+        """Whether the model's tool calls are told apart from what it answers."""
+        return self.harmony or any(span.channel is TextChannel.TOOL_CALL for span in self.spans)
+
+    @property
     def reasoning_marks(self) -> tuple[str, ...]:
         """What opens the reasoning."""
         return tuple(span.open for span in self.spans if span.channel is TextChannel.REASONING)

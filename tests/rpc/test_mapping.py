@@ -990,6 +990,7 @@ def test_a_model_tells_its_defaults_once_it_is_ready():
         vocab_size=100,
         eos_token_ids=(2, 3),
         trimmable=True,
+        tells_tool_calls=True,
         bytes_per_token=64,
         default_temperature=0.0,
         default_top_p=1.0,
@@ -1001,5 +1002,6 @@ def test_a_model_tells_its_defaults_once_it_is_ready():
         "topP": 1.0,
         "topK": 0,
     }
+    assert (message.tells_reasoning, message.tells_tool_calls) == (False, True)
     loading = mapping_out.write_model(ModelView(name="models/m", state=ModelState.LOADING))
     assert not loading.HasField("default_sampling")

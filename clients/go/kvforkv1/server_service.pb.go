@@ -646,8 +646,12 @@ type Model struct {
 	BytesPerToken uint64 `protobuf:"varint,9,opt,name=bytes_per_token,json=bytesPerToken,proto3" json:"bytes_per_token,omitempty"`
 	// Defaults for unset sampling fields.
 	DefaultSampling *Sampling `protobuf:"bytes,10,opt,name=default_sampling,json=defaultSampling,proto3" json:"default_sampling,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Its reasoning is told apart: Delta.channel.
+	TellsReasoning bool `protobuf:"varint,11,opt,name=tells_reasoning,json=tellsReasoning,proto3" json:"tells_reasoning,omitempty"`
+	// Its tool calls are told apart: Delta.channel.
+	TellsToolCalls bool `protobuf:"varint,12,opt,name=tells_tool_calls,json=tellsToolCalls,proto3" json:"tells_tool_calls,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -748,6 +752,20 @@ func (x *Model) GetDefaultSampling() *Sampling {
 		return x.DefaultSampling
 	}
 	return nil
+}
+
+func (x *Model) GetTellsReasoning() bool {
+	if x != nil {
+		return x.TellsReasoning
+	}
+	return false
+}
+
+func (x *Model) GetTellsToolCalls() bool {
+	if x != nil {
+		return x.TellsToolCalls
+	}
+	return false
 }
 
 // Nothing to say.
@@ -1468,7 +1486,7 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\":\n" +
 	"\x10GetModelResponse\x12&\n" +
-	"\x05model\x18\x01 \x01(\v2\x10.kvfork.v1.ModelR\x05model\"\xc9\x03\n" +
+	"\x05model\x18\x01 \x01(\v2\x10.kvfork.v1.ModelR\x05model\"\x9c\x04\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vfingerprint\x18\x02 \x01(\tR\vfingerprint\x12,\n" +
@@ -1481,7 +1499,9 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\ttrimmable\x18\b \x01(\bR\ttrimmable\x12&\n" +
 	"\x0fbytes_per_token\x18\t \x01(\x04R\rbytesPerToken\x12>\n" +
 	"\x10default_sampling\x18\n" +
-	" \x01(\v2\x13.kvfork.v1.SamplingR\x0fdefaultSampling\"T\n" +
+	" \x01(\v2\x13.kvfork.v1.SamplingR\x0fdefaultSampling\x12'\n" +
+	"\x0ftells_reasoning\x18\v \x01(\bR\x0etellsReasoning\x12(\n" +
+	"\x10tells_tool_calls\x18\f \x01(\bR\x0etellsToolCalls\"T\n" +
 	"\x05State\x12\x15\n" +
 	"\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rSTATE_LOADING\x10\x01\x12\x0f\n" +

@@ -50,6 +50,16 @@ class AsyncClient:
         """Cancels what runs and closes the connection. Snapshots stay on the server."""
         await self._connection.close()
 
+    def with_token(self, token: str | None) -> AsyncClient:
+        """A client that calls in another name over this one's connection: for a process that serves several callers.
+
+        Closing it does nothing: the connection is closed with this one. Raises ValueError for a token as the
+        constructor does.
+        """
+        made = object.__new__(AsyncClient)
+        made._connection = self._connection.in_name_of(token)
+        return made
+
     def generate(
         self,
         input: InputLike | None = None,
@@ -195,6 +205,16 @@ class AsyncClient:
     async def cache_stats(self, *, timeout: float | None = None) -> CacheStats:
         """Scheduler, memory and store in numbers."""
         return await self._connection.unary(calls.cache_stats(), timeout)
+
+    async def trim_cache(
+        self, *, memory_bytes: int | None = None, disk_bytes: int | None = None, timeout: float | None = None
+    ) -> CacheStats:
+        """Evicts state of all owners down to these sizes, pinned snapshots' excepted; None leaves a tier alone. Admin.
+
+        Names stay: what lost its state has Residency.TOKENS, and is computed again by its next use. No `rows` are told.
+        """
+        call = calls.trim_cache(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+        return await self._connection.unary(call, timeout)
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> HealthStatus:
         """The state of one service ("InferenceService"; empty: the whole process). Raises NotFound for one it lacks."""

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from .calls import Call
-from .endpoint import Endpoint
+from .endpoint import Endpoint, in_name_of
 from .errors import Cancelled, KVForkError
 from .generating import GENERATE
 from .status import from_status
@@ -53,18 +53,26 @@ def locally_cancelled() -> bool:
 class Connection:
     """A channel for use from any thread."""
 
-    def __init__(self, where: Endpoint, timeout: float | None) -> None:
+    def __init__(self, where: Endpoint, timeout: float | None, *, over: Connection | None = None) -> None:
+        """`over`: use that one's channel, for calls in another name; it stays that one's to close."""
         self.where = where
         self._timeout = timeout
-        self._channel = (
-            grpc.secure_channel(where.target, where.tls.credentials(), options=where.options)
-            if where.tls
-            else grpc.insecure_channel(where.target, options=where.options)
-        )
+        self._over = over
+        self.channel: grpc.Channel
+        if over is not None:
+            self.channel = over.channel
+        elif where.tls:
+            self.channel = grpc.secure_channel(where.target, where.tls.credentials(), options=where.options)
+        else:
+            self.channel = grpc.insecure_channel(where.target, options=where.options)
+
+    def in_name_of(self, token: str | None) -> Connection:
+        """The same channel with another token. Raises ValueError."""
+        return Connection(in_name_of(self.where, token), self._timeout, over=self)
 
     def unary(self, call: Call[R], timeout: float | None = None) -> R:
         """Blocks until the reply. Raises KVForkError."""
-        method: Any = self._channel.unary_unary(call.path)
+        method: Any = self.channel.unary_unary(call.path)
         try:
             reply = method(call.request, timeout=self._deadline(timeout), metadata=self.where.metadata)
         except grpc.RpcError as error:
@@ -80,13 +88,14 @@ class Connection:
         return self._stream(WATCH, request, timeout)
 
     def _stream(self, path: str, request: bytes, timeout: float | None) -> ByteStream:
-        method: Any = self._channel.unary_stream(path)
+        method: Any = self.channel.unary_stream(path)
         stream: ByteStream = method(request, timeout=timeout, metadata=self.where.metadata)
         return stream
 
     def close(self) -> None:
-        """Cancels what runs."""
-        self._channel.close()
+        """Cancels what runs; does nothing to a channel that is another's."""
+        if self._over is None:
+            self.channel.close()
 
     def _deadline(self, timeout: float | None) -> float | None:
         return self._timeout if timeout is None else timeout
@@ -95,14 +104,20 @@ class Connection:
 class AsyncConnection:
     """A channel for use from one event loop: the one that runs when it is first used."""
 
-    def __init__(self, where: Endpoint, timeout: float | None) -> None:
+    def __init__(self, where: Endpoint, timeout: float | None, *, over: AsyncConnection | None = None) -> None:
+        """`over`: use that one's channel, for calls in another name; it stays that one's to close."""
         self.where = where
         self._timeout = timeout
+        self._over = over
         self._channel: grpc.aio.Channel | None = None
+
+    def in_name_of(self, token: str | None) -> AsyncConnection:
+        """The same channel with another token. Raises ValueError."""
+        return AsyncConnection(in_name_of(self.where, token), self._timeout, over=self._over or self)
 
     async def unary(self, call: Call[R], timeout: float | None = None) -> R:
         """Raises KVForkError. Cancelling the task cancels the call."""
-        method: Any = self._open().unary_unary(call.path)
+        method: Any = self.open().unary_unary(call.path)
         try:
             reply = await method(call.request, timeout=self._deadline(timeout), metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
@@ -122,16 +137,19 @@ class AsyncConnection:
         return self._stream(WATCH, request, timeout)
 
     def _stream(self, path: str, request: bytes, timeout: float | None) -> AsyncByteStream:
-        method: Any = self._open().unary_stream(path)
+        method: Any = self.open().unary_stream(path)
         stream: AsyncByteStream = method(request, timeout=timeout, metadata=self._metadata())
         return stream
 
     async def close(self) -> None:
-        """Cancels what runs."""
+        """Cancels what runs; does nothing to a channel that is another's."""
         if self._channel is not None:
             await self._channel.close()
 
-    def _open(self) -> grpc.aio.Channel:
+    def open(self) -> grpc.aio.Channel:
+        """The channel, made by the first call."""
+        if self._over is not None:
+            return self._over.open()
         if self._channel is None:
             # Opened here and not in the constructor: a grpc.aio channel belongs to the running loop.
             where = self.where

@@ -249,6 +249,8 @@ def model(message: server_pb.Model) -> ModelInfo:
         eos_token_ids=tuple(message.eos_token_ids),
         vision=message.vision,
         trimmable=message.trimmable,
+        tells_reasoning=message.tells_reasoning,
+        tells_tool_calls=message.tells_tool_calls,
         bytes_per_token=message.bytes_per_token,
         default_sampling=_sampling_defaults(message.default_sampling),
     )

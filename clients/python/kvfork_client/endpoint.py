@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -68,10 +68,6 @@ def endpoint(target: str, *, token: str | None, tls: Tls | bool | None, retry: b
     """Raises ValueError for an address gRPC would misread, and for a token that would cross a network in the clear."""
     address = normal_target(target)
     local = is_local(address)
-    if token and not tls and not local:
-        raise ValueError(f"refusing to send a token to {address} without TLS; pass tls=True, or a Tls with its ca")
-    if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError("a token is printable ASCII without spaces; was it read with its line end?")
     secure = Tls() if tls is True else tls or None
     options: list[tuple[str, str | int]] = [
         ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
@@ -86,8 +82,18 @@ def endpoint(target: str, *, token: str | None, tls: Tls | bool | None, retry: b
         options.append(("grpc.enable_http_proxy", 0))  # a proxy variable must not catch loopback
     if secure and secure.server_name:
         options.append(("grpc.ssl_target_name_override", secure.server_name))
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    return Endpoint(address, secure, metadata, tuple(options))
+    return in_name_of(Endpoint(address, secure, (), tuple(options)), token)
+
+
+def in_name_of(where: Endpoint, token: str | None) -> Endpoint:
+    """The same place, asked in the name that `token` proves. Raises ValueError as `endpoint` does for a token."""
+    if not token:
+        return replace(where, metadata=())
+    if not where.tls and not is_local(where.target):
+        raise ValueError(f"refusing to send a token to {where.target} without TLS; pass tls=True, or a Tls with its ca")
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("a token is printable ASCII without spaces; was it read with its line end?")
+    return replace(where, metadata=(("authorization", f"Bearer {token}"),))
 
 
 def normal_target(target: str) -> str:

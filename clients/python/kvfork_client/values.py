@@ -374,6 +374,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     vision: bool = False
     trimmable: bool = False
+    tells_reasoning: bool = False  # apart from the answer, by Delta.channel
+    tells_tool_calls: bool = False
     bytes_per_token: int = 0
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 

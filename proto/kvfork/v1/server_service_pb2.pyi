@@ -88,7 +88,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "fingerprint", "state", "context_tokens", "vocab_size", "eos_token_ids", "vision", "trimmable", "bytes_per_token", "default_sampling")
+    __slots__ = ("name", "fingerprint", "state", "context_tokens", "vocab_size", "eos_token_ids", "vision", "trimmable", "bytes_per_token", "default_sampling", "tells_reasoning", "tells_tool_calls")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Model.State]
@@ -109,6 +109,8 @@ class Model(_message.Message):
     TRIMMABLE_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TELLS_REASONING_FIELD_NUMBER: _ClassVar[int]
+    TELLS_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     state: Model.State
@@ -119,7 +121,9 @@ class Model(_message.Message):
     trimmable: bool
     bytes_per_token: int
     default_sampling: _types_pb2.Sampling
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., state: _Optional[_Union[Model.State, str]] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vision: _Optional[bool] = ..., trimmable: _Optional[bool] = ..., bytes_per_token: _Optional[int] = ..., default_sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ...) -> None: ...
+    tells_reasoning: bool
+    tells_tool_calls: bool
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., state: _Optional[_Union[Model.State, str]] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vision: _Optional[bool] = ..., trimmable: _Optional[bool] = ..., bytes_per_token: _Optional[int] = ..., default_sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., tells_reasoning: _Optional[bool] = ..., tells_tool_calls: _Optional[bool] = ...) -> None: ...
 
 class GetCacheStatsRequest(_message.Message):
     __slots__ = ()

@@ -2130,6 +2130,12 @@ pub struct Model {
     /// Defaults for unset sampling fields.
     #[prost(message, optional, tag = "10")]
     pub default_sampling: ::core::option::Option<Sampling>,
+    /// Its reasoning is told apart: Delta.channel.
+    #[prost(bool, tag = "11")]
+    pub tells_reasoning: bool,
+    /// Its tool calls are told apart: Delta.channel.
+    #[prost(bool, tag = "12")]
+    pub tells_tool_calls: bool,
 }
 /// Nested message and enum types in `Model`.
 pub mod model {

@@ -1,0 +1,165 @@
+"""Chat completions by calls of the contract. Owns what a request becomes: rendering, going on from a kept place, n.
+
+Every prompt is rendered by the server first. Where a kept snapshot holds the beginning of those very tokens, the call
+goes on from it with the rest of them, and so asks for exactly what it would have asked for without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import kvfork_client as kv
+
+from .answer import Choice
+from .completion import Completion, Stream
+from .conversations import Bounds, Place
+from .errors import Refused
+from .fields import refuse, unsupported
+from .keeping import Caller, Keeper, Prompt, Start
+from .messages import as_messages, images_of
+from .request import ChatRequest
+from .tools import Spellings
+
+_PROBE = {"type": "function", "function": {"name": "kvforkprobe", "description": "", "parameters": {"type": "object"}}}
+
+# A place that was kept is gone, or was never one: there is another way to the same tokens.
+_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage)
+
+
+class Completions:
+    """For one event loop. `close` lets go of what was kept."""
+
+    def __init__(self, client: kv.AsyncClient, *, bounds: Bounds, aliases: Mapping[str, str]) -> None:
+        self._client = client
+        self._aliases = dict(aliases)
+        self._keeper = Keeper(bounds)
+        self._spellings = Spellings()
+        self._takes_tools: dict[str, bool] = {}  # by fingerprint
+
+    def caller(self, token: str | None) -> Caller:
+        """Raises Refused for a token that no header can carry."""
+        try:
+            client = self._client.with_token(token)
+        except ValueError as error:
+            raise Refused(401, str(error), code="invalid_api_key", kind="authentication_error") from None
+        return Caller(hashlib.sha256((token or "").encode()).digest(), client)
+
+    async def model(self, name: str, caller: Caller) -> kv.ModelInfo:
+        """The model behind a name or an alias. Raises KVForkError."""
+        bare = name.removeprefix("models/")
+        try:
+            return await caller.client.model(_full(self._aliases.get(bare, bare)))
+        except (kv.ModelNotFound, kv.InvalidArgument):
+            if "*" not in self._aliases:
+                raise
+            return await caller.client.model(_full(self._aliases["*"]))
+
+    async def start(self, request: ChatRequest, caller: Caller) -> Completion:
+        """Returns once every choice was admitted; close what it returns. Raises Refused, KVForkError."""
+        model = await self.model(request.model, caller)
+        if request.tools:
+            await self._require_tools(model, caller)
+        save = request.extension.save
+        if request.n > 1 and save is not None and save.snapshot_id:
+            refuse("kvfork.save.snapshot_id", "names one snapshot; leave it out where n is above 1")
+        prompt = await self._prompt(request, model, caller)
+        while True:
+            place = self._keeper.find(prompt, model, caller)
+            try:
+                return await self._begin(request, model, caller, prompt, place)
+            except _LOST:
+                if place is None:
+                    raise
+                self._keeper.forget(place)
+
+    async def close(self) -> None:
+        await self._keeper.close()
+
+    async def _require_tools(self, model: kv.ModelInfo, caller: Caller) -> None:
+        """Raises Refused unless the template writes tools and the server tells calls apart."""
+        if not model.tells_tool_calls:
+            unsupported("tools", "the model has no marks around tool calls that the server knows")
+        known = self._takes_tools.get(model.fingerprint)
+        if known is None:
+            turn = (kv.Message.user("?"),)
+            plain = await caller.client.count_tokens(kv.chat(turn), model=model.name, rendered=True)
+            with_tool = kv.chat(turn, template_vars={"tools": [_PROBE]})
+            told = await caller.client.count_tokens(with_tool, model=model.name, rendered=True)
+            known = self._takes_tools[model.fingerprint] = plain.token_ids != told.token_ids
+        if not known:
+            unsupported("tools", "the model's chat template does not write them")
+
+    async def _prompt(self, request: ChatRequest, model: kv.ModelInfo, caller: Caller) -> Prompt:
+        turns = as_messages(request.turns, lambda turn: self._spellings.spelled(caller, turn))
+        variables = dict(request.template_vars)
+        if request.tools:
+            variables["tools"] = list(request.tools)
+        chat = kv.chat(turns, template_vars=variables)
+        if request.extension.parent:
+            return Prompt(input=chat, ids=None, images=())
+        counted = await caller.client.count_tokens(chat, model=model.name, rendered=True)
+        images = tuple(hashlib.sha256(image.data).digest() for image in images_of(request.turns))
+        return Prompt(input=chat, ids=counted.token_ids, images=images)
+
+    async def _begin(
+        self, request: ChatRequest, model: kv.ModelInfo, caller: Caller, prompt: Prompt, place: Place | None
+    ) -> Completion:
+        start = Start(parent=request.extension.parent or None, given=prompt.input)
+        if place is not None:
+            start = await self._keeper.stand_at(place, prompt, caller)
+        keeps = prompt.ids is not None and request.extension.save is None
+        shared: kv.AsyncSnapshot | None = None
+        if request.n > 1:
+            assert start.given is not None
+            shared = await caller.client.create_snapshot(
+                start.given, start.parent, model=model.name, options=self._keeper.options
+            )
+            passing = start.passing if keeps else (*start.passing, shared.name)
+            start = Start(parent=shared, given=None, passing=passing)
+
+        def ended(completion: Completion) -> None:
+            if keeps:
+                self._keeper.remember(completion, caller, prompt, model, place=place, shared=shared)
+            for choice in completion.choices:
+                if choice.calls:
+                    self._spellings.remember(caller, choice.calls, choice.content, "".join(choice.said))
+            self._keeper.release(caller, start.passing)
+
+        completion = Completion(
+            request=request, model=model, prompt_usage=shared.usage if shared is not None else None, ended=ended
+        )
+        own = self._keeper.options
+        try:
+            for index in range(request.n):
+                generation = caller.client.generate(
+                    start.given,
+                    start.parent,
+                    model=model.name,
+                    sampling=_sampling(request.sampling, index),
+                    stopping=request.stopping,
+                    save=request.extension.save or (own if keeps else False),
+                    marks=[kv.Mark.prompt_end(own)] if keeps and shared is None else [],
+                    constraint=request.constraint,
+                    max_recompute_tokens=request.extension.max_recompute_tokens,
+                    priority=request.extension.priority,
+                    token_ids=True,
+                    top_logprobs=request.top_logprobs,
+                )
+                choice = Choice(index, calls=bool(request.tools), logprobs=request.top_logprobs is not None)
+                completion.streams.append(Stream(choice, generation))
+            await completion.admitted()
+        except BaseException:  # whatever it was: nothing runs on
+            await completion.close()
+            raise
+        return completion
+
+
+def _full(model: str) -> str:
+    return f"models/{model.removeprefix('models/')}"
+
+
+def _sampling(sampling: kv.Sampling, index: int) -> kv.Sampling:
+    """Choices of one call differ, also where it fixes a seed."""
+    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + index) % 2**32)

@@ -1,0 +1,249 @@
+"""Which snapshots continue which token sequences. Owns the table, its bounds and what has to be let go of; pure.
+
+A conversation is known by the token ids that the server's own template makes of it, never by its messages: whatever a
+client leaves out or spells otherwise, a snapshot is used only where its tokens are a prefix of what is asked for now.
+Of a prompt the table holds a digest, of an answer the ids, so that a history that repeats an answer up to some token
+can go on from there. A line of answers keeps its last two: the end, and the place to try the last turn again from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+C = TypeVar("C", bound=Hashable)
+
+GRID = 256  # tokens between places that the server keeps on its own
+_ENTRY_BYTES = 1024  # of an entry besides its answer, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How much is remembered. What is beyond goes, least recently used first."""
+
+    entries: int = 4096
+    entries_per_caller: int = 64
+    total_bytes: int = 32 * 2**20  # of the gateway's memory; the server's state is under the server's own budgets
+    ttl: float = 1800.0  # seconds without use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; "" for none."""
+
+    model: str
+    images: tuple[bytes, ...]  # SHA-256 of each in the prompt, in order
+    prompt_tokens: int
+    prompt_digest: bytes
+    answer: array[int]
+    prompt: str
+    end: str
+    follows: int | None = None  # the entry that this one went on from
+
+    @property
+    def size(self) -> int:
+        return _ENTRY_BYTES + len(self.answer) * self.answer.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where to go on: behind `tokens` tokens of `snapshot`, to be rolled back to first if `cut`.
+
+    `prompt` is the place to fall back to if the cut cannot be made.
+    """
+
+    entry: int
+    snapshot: str
+    tokens: int
+    cut: bool = False
+    prompt: str = ""
+    prompt_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Entry(Generic[C]):
+    caller: C
+    kept: Kept
+    expires: float
+
+
+@dataclass(slots=True)
+class _Caller:
+    entries: set[int] = field(default_factory=set)
+    by_prompt: dict[tuple[str, bytes], set[int]] = field(default_factory=dict)
+
+
+class Conversations(Generic[C]):
+    """For one thread. Times are seconds of one monotonic clock; sizes are estimates."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._ids = count(1)
+        self._entries: OrderedDict[int, _Entry[C]] = OrderedDict()  # least recently used first
+        self._callers: dict[C, _Caller] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(
+        self, caller: C, model: str, ids: Sequence[int], images: Sequence[bytes], *, trimmable: bool, now: float
+    ) -> Place | None:
+        """The place furthest on in `ids` before their last, all of `images` behind it. Counts as use.
+
+        `trimmable`: the model's state can be cut at any token; else only on the grid and where it was kept.
+        """
+        self._forget_expired(now)
+        known = self._callers.get(caller)
+        if known is None or len(ids) < 2:
+            return None
+        tokens = array("I", ids)
+        best: Place | None = None
+        for entry_id in self._with_prompt_of(known, model, tokens):
+            kept = self._entries[entry_id].kept
+            # An image further on would have to be sent as ids, which stand for no picture.
+            if kept.images != tuple(images):
+                continue
+            place = _place(entry_id, kept, tokens, trimmable=trimmable)
+            # Of two that reach equally far the newer one, and one that needs no cut.
+            if place is not None and (best is None or _rank(place) > _rank(best)):
+                best = place
+        if best is not None:
+            self._entries[best.entry].expires = now + self._bounds.ttl
+            self._entries.move_to_end(best.entry)
+        return best
+
+    def add(self, caller: C, kept: Kept, now: float) -> list[tuple[C, str]]:
+        """Remembers an answer. Returns the snapshots that nothing here needs any more, and whose they are."""
+        self._forget_expired(now)
+        gone: list[int] = []
+        known = self._callers.setdefault(caller, _Caller())
+        for other_id in known.by_prompt.get((kept.model, kept.prompt_digest), ()):
+            other = self._entries[other_id].kept
+            if other.images == kept.images and other.answer == kept.answer[: len(other.answer)]:
+                gone.append(other_id)  # the same again, or the beginning of it
+        entry_id = next(self._ids)
+        self._entries[entry_id] = _Entry(caller, kept, now + self._bounds.ttl)
+        known.entries.add(entry_id)
+        known.by_prompt.setdefault((kept.model, kept.prompt_digest), set()).add(entry_id)
+        self._bytes += kept.size
+        gone += self._outgrown(known, entry_id)
+        freed = self._remove(gone)
+        return freed + self._shrink(caller)
+
+    def drop(self, entry_id: int) -> list[tuple[C, str]]:
+        """Forgets an entry whose snapshot is of no use. Returns what is to be let go of."""
+        return self._remove([entry_id])
+
+    def clear(self) -> list[tuple[C, str]]:
+        """Forgets everything. Returns what is to be let go of."""
+        return self._remove(list(self._entries))
+
+    def _with_prompt_of(self, known: _Caller, model: str, tokens: array[int]) -> list[int]:
+        """Entries whose prompt `tokens` begin with, whatever follows."""
+        lengths = sorted({self._entries[i].kept.prompt_tokens for i in known.entries})
+        hashed, done = hashlib.sha256(), 0
+        view = memoryview(tokens)
+        found: list[int] = []
+        for length in lengths:
+            if length >= len(tokens):
+                break
+            hashed.update(view[done:length])
+            done = length
+            found += sorted(known.by_prompt.get((model, hashed.digest()), ()))
+        return found
+
+    def _outgrown(self, known: _Caller, entry_id: int) -> list[int]:
+        """The answer before the one that this follows, unless another line goes on from it."""
+        before = self._entries[entry_id].kept.follows
+        if before is None or before not in known.entries:
+            return []
+        outgrown = self._entries[before].kept.follows
+        if outgrown is None or outgrown not in known.entries:
+            return []
+        branches = [i for i in known.entries if self._entries[i].kept.follows == outgrown]
+        return [outgrown] if branches == [before] else []
+
+    def _shrink(self, caller: C) -> list[tuple[C, str]]:
+        """Down to the bounds; the newest entry stays."""
+        gone: list[int] = []
+        mine = self._callers[caller].entries
+        excess = len(mine) - self._bounds.entries_per_caller
+        if excess > 0:
+            gone += [i for i in self._entries if i in mine][:excess]
+        freed = self._remove(gone)
+        while len(self._entries) > 1 and (
+            len(self._entries) > self._bounds.entries or self._bytes > self._bounds.total_bytes
+        ):
+            freed += self._remove([next(iter(self._entries))])
+        return freed
+
+    def _forget_expired(self, now: float) -> None:
+        """Their snapshots expire by themselves: a use here is a use there, and the times are the same."""
+        expired = []
+        for entry_id, entry in self._entries.items():
+            if entry.expires > now:
+                break
+            expired.append(entry_id)
+        self._remove(expired)
+
+    def _remove(self, gone: Iterable[int]) -> list[tuple[C, str]]:
+        freed: list[tuple[C, str]] = []
+        for entry_id in gone:
+            entry = self._entries.pop(entry_id, None)
+            if entry is None:
+                continue
+            kept, known = entry.kept, self._callers[entry.caller]
+            self._bytes -= kept.size
+            known.entries.discard(entry_id)
+            same = known.by_prompt[kept.model, kept.prompt_digest]
+            same.discard(entry_id)
+            if not same:
+                del known.by_prompt[kept.model, kept.prompt_digest]
+            freed += [(entry.caller, name) for name in (kept.end, kept.prompt) if name and not self._used(same, name)]
+            if not known.entries:
+                del self._callers[entry.caller]
+        return freed
+
+    def _used(self, entries: Iterable[int], name: str) -> bool:
+        """Several answers of one call share the snapshot of their prompt."""
+        return any(name in (self._entries[i].kept.prompt, self._entries[i].kept.end) for i in entries)
+
+
+def digest(ids: Sequence[int]) -> bytes:
+    """Of a token sequence."""
+    return hashlib.sha256(memoryview(array("I", ids))).digest()
+
+
+def _rank(place: Place) -> tuple[int, bool, int]:
+    return place.tokens, not place.cut, place.entry
+
+
+def _place(entry: int, kept: Kept, tokens: array[int], *, trimmable: bool) -> Place | None:
+    """How far on `kept` reaches in `tokens`, its prompt being known to be their beginning."""
+    start = kept.prompt_tokens
+    last = len(tokens) - 1  # a generation has to be given something to go on with
+    same = _shared(kept.answer, tokens[start : start + len(kept.answer)])
+    end = start + len(kept.answer)
+    if kept.end and same == len(kept.answer) and end <= last:
+        return Place(entry=entry, snapshot=kept.end, tokens=end)
+    cut = min(start + same, last)
+    if not trimmable:
+        cut -= cut % GRID
+    if kept.end and cut > start:
+        return Place(
+            entry=entry, snapshot=kept.end, tokens=cut, cut=True, prompt=kept.prompt, prompt_tokens=kept.prompt_tokens
+        )
+    return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt else None
+
+
+def _shared(one: array[int], other: array[int]) -> int:
+    """Length of the common beginning."""
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

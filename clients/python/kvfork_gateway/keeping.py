@@ -1,0 +1,145 @@
+"""Snapshots that the gateway keeps so that conversations go on from them. Owns their making, use and release.
+
+`conversations` decides which; here is what that takes of the server. What cannot be let go of expires by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import kvfork_client as kv
+
+from .completion import Completion
+from .conversations import Bounds, Conversations, Kept, Place, digest
+
+LABELS = {"kvfork-gateway": "reuse"}
+"""Of the snapshots that are kept."""
+
+_CUT_SECONDS = 60.0  # to live, of a snapshot that one call goes on from
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: a digest of the token, and a client that calls in its name."""
+
+    key: bytes
+    client: kv.AsyncClient = field(compare=False, hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What is asked of the model: the input, and the ids that the server's template makes of it.
+
+    `ids` None: behind a parent of the caller's own, whose tokens are not looked at. `images`: SHA-256 of each.
+    """
+
+    input: kv.InputLike
+    ids: tuple[int, ...] | None
+    images: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a call begins: `given` behind `parent`. `passing` are names to let go of when it has ended."""
+
+    parent: kv.SnapshotRef | None
+    given: kv.InputLike | None
+    passing: tuple[str, ...] = ()
+
+
+class Keeper:
+    """For one event loop. `close` lets go of all."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.options = kv.SaveOptions(ttl=bounds.ttl, labels=LABELS)
+        self._cut_options = kv.SaveOptions(ttl=min(_CUT_SECONDS, bounds.ttl), labels=LABELS)
+        self._conversations: Conversations[Caller] = Conversations(bounds)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def find(self, prompt: Prompt, model: kv.ModelInfo, caller: Caller) -> Place | None:
+        """The place furthest on in a prompt."""
+        if prompt.ids is None:
+            return None
+        return self._conversations.find(
+            caller, model.name, prompt.ids, prompt.images, trimmable=model.trimmable, now=time.monotonic()
+        )
+
+    async def stand_at(self, place: Place, prompt: Prompt, caller: Caller) -> Start:
+        """Goes there. Raises KVForkError, as for a snapshot that is gone by now."""
+        assert prompt.ids is not None
+        parent: kv.SnapshotRef = place.snapshot
+        tokens, passing = place.tokens, ()
+        if place.cut:
+            source = caller.client.snapshot(place.snapshot)
+            cut = await source.rollback(token_count=place.tokens, rounding=kv.Rounding.DOWN, options=self._cut_options)
+            parent, tokens, passing = cut, cut.token_count, (cut.name,)
+            if tokens < place.prompt_tokens and place.prompt:
+                parent, tokens = place.prompt, place.prompt_tokens
+        return Start(parent=parent, given=kv.raw(kv.tokens(prompt.ids[tokens:])), passing=passing)
+
+    def forget(self, place: Place) -> None:
+        """The snapshots there are of no use."""
+        self._let_go(self._conversations.drop(place.entry))
+
+    def remember(
+        self,
+        completion: Completion,
+        caller: Caller,
+        prompt: Prompt,
+        model: kv.ModelInfo,
+        *,
+        place: Place | None,
+        shared: kv.AsyncSnapshot | None,
+    ) -> None:
+        """What later turns can go on from: the end of each answer, and of the prompt also where no answer came.
+
+        `place` is where the call went on from, `shared` the prompt's end where the choices have one in common.
+        """
+        assert prompt.ids is not None
+        prompt_digest = digest(prompt.ids)
+        for stream in completion.streams:
+            marked = shared or stream.generation.marks.get(0)
+            finished = stream.choice.finished
+            end = finished.snapshot if finished is not None else None
+            if marked is None and end is None:
+                continue
+            kept = Kept(
+                model=model.name,
+                images=prompt.images,
+                prompt_tokens=len(prompt.ids),
+                prompt_digest=prompt_digest,
+                answer=stream.choice.ids if end is not None else stream.choice.ids[:0],
+                prompt=marked.name if marked is not None else "",
+                end=end.name if end is not None else "",
+                follows=place.entry if place is not None else None,
+            )
+            self._let_go(self._conversations.add(caller, kept, time.monotonic()))
+
+    def release(self, caller: Caller, names: Iterable[str]) -> None:
+        """In the background: nobody waits for it."""
+        self._let_go((caller, name) for name in names)
+
+    async def close(self) -> None:
+        """Lets go of all that is kept, as far as the server still hears of it in time."""
+        self._let_go(self._conversations.clear())
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+
+    def _let_go(self, gone: Iterable[tuple[Caller, str]]) -> None:
+        for caller, name in gone:
+            self._spawn(_delete(caller.client, name))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _delete(client: kv.AsyncClient, name: str) -> None:
+    with contextlib.suppress(kv.KVForkError):
+        await client.delete_snapshot(name, allow_missing=True, timeout=30.0)

@@ -1,0 +1,68 @@
+"""Pictures through the gateway: shown once, and a conversation about them goes on without encoding them again."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests.e2e.live import LiveServer
+from tests.gateway.live import LiveGateway
+
+pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
+pytestmark = [pytest.mark.mlx]
+
+MODEL = "tiny-qwen3_5-vl"
+
+
+def picture(seed: int) -> dict[str, Any]:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (96, 128, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with LiveServer(MODEL) as server, LiveGateway(server) as gateway, gateway.client() as made:
+        yield made
+
+
+def test_a_picture_is_seen_and_gone_on_from(client: openai.OpenAI) -> None:
+    def ask(*messages: Any) -> Any:
+        return client.chat.completions.create(model=MODEL, messages=messages, max_tokens=6, temperature=0)
+
+    def shown(seed: int) -> dict[str, Any]:
+        return {"role": "user", "content": [picture(seed), {"type": "text", "text": "What is this?"}]}
+
+    first, other = ask(shown(1)), ask(shown(2))
+    receipt = first.model_extra["kvfork"]["receipt"]
+    assert receipt["image_tokens"] > 0
+    # Of equal size and with the same words, the ids of both prompts are the same.
+    assert other.usage.prompt_tokens == first.usage.prompt_tokens
+    assert other.model_extra["kvfork"]["receipt"]["cached_tokens"] < receipt["image_tokens"]
+    history = [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "Sure?"}]
+    further = ask(shown(1), *history)
+    cached = further.usage.prompt_tokens_details.cached_tokens
+    assert cached >= first.usage.prompt_tokens
+    swapped = ask(shown(2), *history)
+    assert swapped.usage.prompt_tokens == further.usage.prompt_tokens
+    # A second picture in a later turn is seen as well.
+    two = ask(shown(1), history[0], {"role": "user", "content": [picture(3), {"type": "text", "text": "And this?"}]})
+    assert two.model_extra["kvfork"]["receipt"]["image_tokens"] == 2 * receipt["image_tokens"]
+
+
+def test_a_file_that_is_no_picture_is_named(client: openai.OpenAI) -> None:
+    url = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
+    content = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": url}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=1)
+    assert caught.value.param == "messages[0].content[1]"
