@@ -15,7 +15,7 @@ PROTOS := types inference_service snapshot_service server_service
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
+.PHONY: help setup demo examples serve chat test test-slow soak fuzz fuzz-rpc families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
         train-vision eval-vision bench clean
 
 help: ## Show this list
@@ -29,7 +29,7 @@ $(VENV)/.done: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar on --upgrade pip
-	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,gateway,vision,cpu,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,gateway,inspector,vision,cpu,dev]'
 	@touch $@
 
 demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3, MODEL=tiny-vision)
@@ -55,6 +55,9 @@ soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant
 
 fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
 	$(BIN)/python tests/kvcache/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
+
+fuzz-rpc: setup ## Random messages, valid and not, against every RPC of a running server (MINUTES=10)
+	$(BIN)/python -m tests.e2e.fuzz_rpc --minutes $(or $(MINUTES),10) $(ARGS)
 
 families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)
