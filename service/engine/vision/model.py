@@ -7,15 +7,18 @@ places go into every call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import mlx.core as mx
 import numpy as np
 
 from kvcache.media import IMAGE, MediaKey
+from service.engine import cpu
 from service.engine.calls import Features, Fed
 from service.engine.heads import shortened
 from service.engine.policies import is_window
 from service.engine.vision import upstream
+from service.engine.vision.attention import attend
 from service.engine.vision.families import Opens
 from service.engine.vision.places import place_behind, places
 from service.engine.vision.runs import Opened, Run, runs_of
@@ -42,6 +45,7 @@ class VisionCalls:
         self._image_id = image_id
         self._opens = opens
         self._merge = merge
+        self._on_cpu = cpu.prepare().accelerator == "cpu"
         self.alone = upstream.why_alone(model)
 
     def caches(self) -> list:
@@ -54,7 +58,8 @@ class VisionCalls:
         if image.inputs is None:
             raise NoFeatures("the image's own arrays are gone")
         inputs = {name: mx.array(array) for name, array in image.inputs.items()}
-        made = upstream.embeddings(self._model, mx.array([image.ids], dtype=mx.int32), inputs)
+        with upstream.attention_by(attend) if self._on_cpu else nullcontext():
+            made = upstream.embeddings(self._model, mx.array([image.ids], dtype=mx.int32), inputs)
         features = {ROWS: made.inputs_embeds[0]}
         if made.deepstack_visual_embeds is not None:
             features[DEEP] = mx.stack(list(made.deepstack_visual_embeds))
