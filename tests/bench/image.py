@@ -102,7 +102,7 @@ def run(options: Options) -> None:
             shown, chat = picture(200 + number, sizes.side), prose(30, 200 + number)
             turns = [
                 lambda s=shown, c=chat: mine.append(_meet_ours(server, c, s)),
-                lambda s=shown, c=chat: other.append(_meet_peer(peers[0], c, s)),
+                lambda s=shown, c=chat: other.append(_meet_peer(peers[0], c, s, server.get_model().eos_token_ids)),
             ]
             for turn in turns if number % 2 == 0 else reversed(turns):
                 quiet.wait()
@@ -257,19 +257,21 @@ def _meet_ours(server: Server, chat: str, shown: bytes) -> Meeting:
     return _meet(reply, talking, lambda: server.generate(_turn(shown, FIRST), 1))
 
 
-def _meet_peer(peer: Peer, chat: str, shown: bytes) -> Meeting:
+def _meet_peer(peer: Peer, chat: str, shown: bytes, ends: Sequence[int]) -> Meeting:
     reply = PeerReply(sent=0.0)
-    talking = threading.Thread(target=lambda: peer.complete(chat, 10 * BEFORE, into=reply))
+    talking = threading.Thread(target=lambda: peer.complete(chat, 10 * BEFORE, into=reply, never=ends))
     return _meet(reply, talking, lambda: peer.complete(FIRST, 1, image=shown))
 
 
 def _meet(chat: Reply | PeerReply, talking: threading.Thread, ask: Callable[[], Reply | PeerReply]) -> Meeting:
     talking.start()
-    while len(chat.times) < BEFORE:
+    while len(chat.times) < BEFORE and talking.is_alive():
         time.sleep(0.002)
     asked = ask()
     talking.join()
     gaps = [(later, later - earlier) for earlier, later in itertools.pairwise(chat.times)]
+    if not any(at > asked.sent for at, _ in gaps):
+        raise RuntimeError(f"the chat ended after {len(chat.times)} tokens, before the picture was sent")
     return Meeting(
         step=median(gap for at, gap in gaps if at <= asked.sent),
         gap=max(gap for at, gap in gaps if at > asked.sent),

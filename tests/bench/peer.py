@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -114,11 +115,18 @@ class Peer:
         return self.process.pid
 
     def complete(
-        self, prompt: str, max_tokens: int, into: PeerReply | None = None, *, image: bytes | None = None
+        self,
+        prompt: str,
+        max_tokens: int,
+        into: PeerReply | None = None,
+        *,
+        image: bytes | None = None,
+        never: Sequence[int] = (),
     ) -> PeerReply:
         """Greedy completion of a raw text, streamed; returns when it has ended. `into` grows meanwhile.
 
-        `image`: a PNG file before the text, of a server that takes chats.
+        `image`: a PNG file before the text, for a server that takes chats. `never`: tokens that it may not pick, as
+        are those that would end it.
         """
         content = prompt if image is None else [_image_part(image), {"type": "text", "text": prompt}]
         told = {"messages": [{"role": "user", "content": content}]} if self.kind.chat else {"prompt": prompt}
@@ -129,6 +137,7 @@ class Peer:
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"logit_bias": {str(token): -1000.0 for token in never}} if never else {}),
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=CALL_SECONDS)
         reply = into if into is not None else PeerReply(sent=0.0)
