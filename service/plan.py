@@ -79,9 +79,14 @@ class TowerImage(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encode:
-    """One image for the vision tower; its features are kept in the engine and handed out."""
+    """One image for the vision tower; its features are kept in the engine and handed out.
+
+    `layers`: how many of the tower's layers to compute in this step; None: all that are left. One whose layers are not
+    all computed is in the result's `encoding`, and goes on with its next order.
+    """
 
     image: TowerImage
+    layers: int | None = None
 
     @property
     def key(self) -> MediaKey:
@@ -196,6 +201,7 @@ class StepResult:
     captured: dict[RowId, Payloads] = field(default_factory=dict)
     passed: dict[RowId, tuple[Payloads, ...]] = field(default_factory=dict)  # as in the prefill call's `passed`
     encoded: dict[MediaKey, bytes | bytearray] = field(default_factory=dict)  # features, to be given again
+    encoding: set[MediaKey] = field(default_factory=set)  # ordered, and not through the tower yet
     unencoded: dict[MediaKey, Exception] = field(default_factory=dict)
     failed: dict[RowId, Exception] = field(default_factory=dict)
     lost: dict[RowId, Exception] = field(default_factory=dict)

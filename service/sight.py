@@ -29,6 +29,7 @@ from service.work import Work, WorkImage
 
 log = logging.getLogger("kvfork.sight")
 
+TOWER_VALUES = 1 << 20  # of an image's inputs, times layers of the tower, between two tokens of those who write
 AHEAD = 2  # images whose inputs are made or wait for the tower at the same time: they take more bytes than pixels
 
 
@@ -123,13 +124,14 @@ class Sight:
         given, self._give = self._give, []
         return tuple(each for each in given if each.key in self._images)
 
-    def orders(self, keys: Iterable[MediaKey]) -> tuple[Encode, ...]:
-        """What the scheduler has chosen to be encoded."""
+    def orders(self, keys: Iterable[MediaKey], *, beside: bool) -> tuple[Encode, ...]:
+        """What the scheduler has chosen to be encoded: some layers of the tower at a time `beside` rows that decode."""
         orders: list[Encode] = []
         for key in keys:
             image = self._images.get(key)
             if image is not None and image.inputs is not None:
-                orders.append(Encode(image=replace(image.inputs, key=key)))
+                layers = _layers(image.inputs) if beside else None
+                orders.append(Encode(image=replace(image.inputs, key=key), layers=layers))
         return tuple(orders)
 
     def waiting_for(self, keys: Iterable[MediaKey]) -> set[RowId]:
@@ -146,6 +148,10 @@ class Sight:
             record = RecordId(key, RecordKind.FEATURES)
             self._cache.store.put(record, payload, explicit=False, key_id=self._cache.root(image.owner).key_id)
             self._is_there(image)
+        for key in result.encoding:
+            image = self._images.get(key)
+            if image is not None:
+                self._scheduler.offer_image(key, image.rows)
         for key in result.unencoded:  # the engine has ended the rows that needed it
             image = self._images.get(key)
             if image is not None:
@@ -232,6 +238,14 @@ class Sight:
     def _drop(self, image: _Image) -> None:
         del self._images[image.key]
         self._scheduler.withdraw_image(image.key)
+
+
+def _layers(inputs: Prepared) -> int:
+    """How many layers of the tower are short enough to be waited for. Work goes by pixels, not by positions: some
+    families make one position of sixteen patches.
+    """
+    values = sum(array.size for array in (inputs.inputs or {}).values())
+    return max(1, TOWER_VALUES // max(1, values))
 
 
 def feature_key(fingerprint: str, owner: str, key: MediaKey) -> MediaKey:

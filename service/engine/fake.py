@@ -64,6 +64,8 @@ class FakeEngine:
         self._rows: dict[RowId, _Row] = {}
         self._features: dict[MediaKey, bytes] = {}
         self.encoded: list[MediaKey] = []  # by the tower, in order
+        self.tower_layers = 1
+        self._layers_left: dict[MediaKey, int] = {}
         self.blind: set[MediaKey] = set()  # images at which the tower fails
 
     @property
@@ -129,12 +131,23 @@ class FakeEngine:
         if order.restored is not None:
             self._restore(row, order.restored)
 
+    @property
+    def half_encoded(self) -> set[MediaKey]:
+        """Images that are part of the way through the tower."""
+        return set(self._layers_left)
+
     def _encode(self, order: Encode, result: StepResult) -> None:
         assert order.image.inputs is not None, "the tower needs an image's inputs"
         if order.key in self.blind:
             result.unencoded[order.key] = error = ValueError("the tower fails")
             needs = [name for name, row in self._rows.items() if any(i.key == order.key for i in row.order.images)]
             result.failed.update(dict.fromkeys(needs, error))
+            return
+        left = self._layers_left.pop(order.key, self.tower_layers)
+        left -= left if order.layers is None else order.layers
+        if left > 0:
+            self._layers_left[order.key] = left
+            result.encoding.add(order.key)
             return
         self.encoded.append(order.key)
         self._features[order.key] = result.encoded[order.key] = features_of(order.key)

@@ -15,6 +15,7 @@ from kvcache.media import MediaKey, symbols
 from kvcache.records import RecordKind
 from service.media import Prepared
 from service.scheduler import State
+from service.sight import TOWER_VALUES
 from service.work import WorkImage
 from tests.service.loop_rig import MIB, Heard, LoopRig
 
@@ -28,6 +29,7 @@ class Picture:
     seed: int
     count: int = 20
     at_once: bool = True
+    values: int = 3  # of its inputs
     asked: list[Done] = field(default_factory=list)
     made: int = 0
 
@@ -50,7 +52,7 @@ class Picture:
     def make(self, error: Exception | None = None) -> None:
         done = self.asked.pop(0)
         self.made += 1
-        done(error if error is not None else self.layout({"pixels": np.zeros(3, np.float32)}))
+        done(error if error is not None else self.layout({"pixels": np.zeros(self.values, np.float32)}))
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -186,6 +188,58 @@ def test_rows_that_decode_go_on_between_encodings(rig: LoopRig) -> None:
         steps = [after - before for before, after in pairwise(said)]
         assert set(steps) == {1}  # every step of the engine carried the talker on
     assert len(rig.engine.encoded) == 6
+    rig.settle()
+
+
+def test_a_large_image_is_encoded_a_layer_at_a_time_beside_rows_that_decode(rig: LoopRig) -> None:
+    rig.engine.tower_layers = 5
+    talker = submit(rig, words(20), generate=60)
+    rig.until(talker, State.DECODE)
+    large, small = Picture(1, values=TOWER_VALUES), Picture(2, values=TOWER_VALUES // 4)
+    heard = submit(rig, words(9, seed=1), large, generate=1)
+    said: list[int] = []
+    while heard.end is None:
+        before = len(talker.tokens)
+        assert rig.turn()
+        rig.store.run_pending()
+        said.append(len(talker.tokens) - before)
+    assert set(said) == {1}  # whoever decodes says a word in every step
+    assert len(said) > rig.engine.tower_layers
+    assert heard.tokens == rig.engine.continuation(words(9, seed=1) + large.run, 1)
+    quick = submit(rig, words(9, seed=2), small, generate=1)
+    taken = 0
+    while quick.end is None:
+        assert rig.turn()
+        rig.store.run_pending()
+        taken += 1
+    assert taken < len(said)  # four layers a step, and so two steps in place of five
+    assert rig.loop.totals.images_encoded == len(rig.engine.encoded) == 2
+    rig.settle()
+    alone = submit(rig, Picture(3, values=TOWER_VALUES), generate=1)
+    taken = 0
+    while alone.end is None:
+        assert rig.turn()
+        rig.store.run_pending()
+        taken += 1
+    assert taken < len(said)  # nobody waits: all layers in one step
+
+
+def test_an_image_that_nobody_needs_any_more_is_left_half_encoded(rig: LoopRig) -> None:
+    rig.engine.tower_layers = 50
+    talker = submit(rig, words(20), generate=60)
+    rig.until(talker, State.DECODE)
+    picture = Picture(1, values=TOWER_VALUES)
+    heard = submit(rig, words(9, seed=1), picture, generate=1)
+    while picture.made == 0 or not rig.engine.half_encoded:
+        assert rig.turn()
+        rig.store.run_pending()
+    rig.loop.cancel(heard.row)
+    rig.run()
+    assert rig.engine.encoded == []
+    assert talker.tokens == rig.engine.continuation(words(20), 60)
+    again = submit(rig, words(9, seed=1), picture, generate=1)
+    rig.run()
+    assert again.tokens == rig.engine.continuation(words(9, seed=1) + picture.run, 1)
     rig.settle()
 
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from kvcache.media import IMAGE, MediaKey
 from service.engine import cpu
-from service.engine.calls import Features, Fed
+from service.engine.calls import EVERY_LAYER, Features, Fed, Pass
 from service.engine.heads import shortened
 from service.engine.policies import is_window
 from service.engine.vision import upstream
 from service.engine.vision.attention import attend
 from service.engine.vision.families import Opens
+from service.engine.vision.pacing import Pace
 from service.engine.vision.places import place_behind, places
 from service.engine.vision.runs import Opened, Run, runs_of
 from service.plan import RowImage, TowerImage
@@ -45,6 +46,7 @@ class VisionCalls:
         self._image_id = image_id
         self._opens = opens
         self._merge = merge
+        self._pace = Pace(model)
         self._on_cpu = cpu.prepare().accelerator == "cpu"
         self.alone = upstream.why_alone(model)
 
@@ -55,6 +57,14 @@ class VisionCalls:
         return place_behind(position, images, self._merge) if self._merge else position
 
     def encode(self, image: TowerImage) -> Features:
+        made = self.encode_some(image, Pass(), EVERY_LAYER)
+        assert made is not None
+        return made
+
+    def encode_some(self, image: TowerImage, under_way: Pass, layers: int) -> Features | None:
+        return self._pace.advance(under_way, layers, lambda: self._encoded(image))
+
+    def _encoded(self, image: TowerImage) -> Features:
         if image.inputs is None:
             raise NoFeatures("the image's own arrays are gone")
         inputs = {name: mx.array(array) for name, array in image.inputs.items()}

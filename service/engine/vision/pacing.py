@@ -2,77 +2,115 @@
 
 Upstream's towers are one call. It is made again in each step, from the start: a layer that was computed in this pass
 answers with what it gave before, and when the step's layers are used up the next one ends the call. What lies before
-the last computed layer is never evaluated again, since MLX evaluates what is asked for.
+the last computed layer costs nothing again, since MLX evaluates what is asked for.
 
-Most towers are a chain, in which only the newest output matters; some families use the outputs of several layers. The
-first pass finds out which.
+Most towers are a chain, in which the newest output alone matters; some families use the outputs of several layers. The
+first pass finds out which, and from then on a chain holds one output and not one a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
-from service.engine.calls import Features
+from service.engine.calls import Features, Pass
 
-_LANGUAGE = "language_model"
-
-
-class _Paused(Exception):
-    """The step's layers are used up."""
+_LANGUAGE = "language_model"  # upstream's name for all that is no tower
 
 
-@dataclass(slots=True, eq=False)
-class Pass:
-    """One image on its way through the tower: the outputs of its layers, in the order of their calls."""
-
-    outputs: list = field(default_factory=list)
-    asked: int = 0  # layers that the call under way has come to
-    left: int = 0  # layers that it may still compute
+class _UsedUp(Exception):
+    """The step's layers are computed, and the tower asks for one more."""
 
 
 class Pace:
     """The layers of one model's tower, each of which asks here before it computes. Engine thread only."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Takes the layers' calls over, in place; weights and names stay."""
-        self._layers = _tower_layers(model)
+        """Takes the layers' calls over, in place; weights and names stay. A tower without layers is one step."""
+        layers = _layers(model)
         self._now: Pass | None = None
         self._is_chain: bool | None = None  # not known yet
-        for number, layer in enumerate(self._layers):
-            layer.__class__ = _asking(type(layer), self, last=number == len(self._layers) - 1)
+        for number, layer in enumerate(layers):
+            layer.__class__ = _asking(type(layer), self, first=number == 0)
 
     def advance(self, under_way: Pass, layers: int, make: Callable[[], Features]) -> Features | None:
-        """Computes up to so many more layers; `make` calls the tower. None: there are layers left."""
+        """Computes so many more layers; `make` calls the tower. Its features, evaluated; None: there are layers left.
+
+        After an error the pass is of no use.
+        """
         under_way.left = layers
         try:
-            made = self._call(under_way, make)
-        except _Paused:
+            made = self._made(under_way, make)
+        except _UsedUp:
             return None
         mx.eval(list(made.values()))
         if self._is_chain is None and under_way.outputs:
-            self._is_chain = self._depends_on_last(under_way, make, made)
+            self._is_chain = self._needs_newest_only(under_way, make, made)
         return made
 
-    def layer(self, compute: Callable[[], object], *, last: bool) -> object:
-        """What a layer gives: computed now or before."""
+    def layer(self, compute: Callable[[], object], *, first: bool) -> object:
+        """What a layer gives: computed now, or earlier in the pass. `first`: it is the tower's first one."""
         now = self._now
         if now is None:
             return compute()
-        if now.asked < len(now.outputs):
-            now.asked += 1
-            return now.outputs[now.asked - 1]
-        if not now.left:
-            raise _Paused
-        now.left -= 1
-        output = compute()
-        mx.eval(output)
-        if self._is_chain and now.outputs and not last_of_sweep(now):
-            now.outputs[-1] = _hollow(now.outputs[-1])
-        now.outputs.append(output)
+        if now.asked == len(now.outputs):
+            if not now.left:
+                raise _UsedUp
+            now.left -= 1
+            output = compute()
+            mx.eval(output)
+            if self._is_chain and not first:  # of the first, what came before is the end of another part of the image
+                now.outputs[-1] = _hollow(now.outputs[-1])
+            now.outputs.append(output)
         now.asked += 1
-        return output
+        return now.outputs[now.asked - 1]
+
+    def _made(self, under_way: Pass, make: Callable[[], Features]) -> Features:
+        self._now, under_way.asked = under_way, 0
+        try:
+            return make()
+        finally:
+            self._now = None
+
+    def _needs_newest_only(self, under_way: Pass, make: Callable[[], Features], made: Features) -> bool:
+        """Whether the tower gives the same if all but the last output of its layers are not numbers."""
+        hollow = Pass(outputs=[*map(_hollow, under_way.outputs[:-1]), under_way.outputs[-1]])
+        again = self._made(hollow, make)
+        return all(mx.array_equal(again[name], made[name]).item() for name in made)
+
+
+def _hollow(output: object) -> object:
+    """In an output's place: its shapes, without its bytes. What is computed from it is not a number."""
+    return tree_map(
+        lambda leaf: (
+            mx.broadcast_to(mx.array(mx.nan, dtype=leaf.dtype), leaf.shape) if isinstance(leaf, mx.array) else leaf
+        ),
+        output,
+    )
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The longest list of modules of one class that is no part of the language model."""
+    found: list[nn.Module] = []
+    for name, child in model.children().items():
+        if name != _LANGUAGE and isinstance(child, nn.Module):
+            for module in child.modules():
+                for value in module.children().values():
+                    alike = isinstance(value, list) and len({type(each) for each in value}) == 1
+                    if alike and isinstance(value[0], nn.Module) and len(value) > len(found):
+                        found = value
+    return found
+
+
+def _asking(kind: type[nn.Module], pace: Pace, *, first: bool) -> type[nn.Module]:
+    """The class of a layer that asks before it computes."""
+
+    class Asking(kind):  # type: ignore[valid-type,misc]
+        def __call__(self, *args, **kwargs):
+            return pace.layer(lambda: kind.__call__(self, *args, **kwargs), first=first)
+
+    Asking.__name__ = Asking.__qualname__ = kind.__name__
+    return Asking

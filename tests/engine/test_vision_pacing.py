@@ -1,0 +1,93 @@
+"""A tower taken some layers at a time gives the bits that it gives in one go, and computes each layer once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.engine import cpu
+
+mx = cpu.mlx()
+
+from service.engine.calls import EVERY_LAYER, Features, Pass  # noqa: E402
+from service.plan import Encode, StepPlan  # noqa: E402
+from tests.engine.test_vision_exactness import FAMILIES  # noqa: E402
+from tests.engine.vision_rig import VisionBench  # noqa: E402
+
+pytest.importorskip("mlx_vlm")
+
+pytestmark = pytest.mark.mlx
+
+LAYERS = {"tiny-qwen3-vl": 3, "tiny-llava": 3}  # all others have two
+USES_SEVERAL = {"tiny-qwen3-vl", "tiny-llava"}  # deepstack; the features of the last layer but one
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def bench(request: pytest.FixtureRequest) -> VisionBench:
+    return VisionBench(request.param)
+
+
+def same(one: Features, other: Features) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(np.array(one[n]), np.array(other[n])) for n in one)
+
+
+def test_layer_by_layer_is_all_at_once(bench: VisionBench) -> None:
+    model, depth = bench.model, LAYERS.get(bench.name, 2)
+    for seed, size in enumerate([(64, 64), (150, 130), (64, 64)]):  # the first pass finds out what the tower needs
+        image = bench.prepare(*size, seed)
+        whole = model.encode(image)
+        for step in (1, 2):
+            under_way, made, calls = Pass(), None, 0
+            while made is None:
+                computed = len(under_way.outputs)
+                made = model.encode_some(image, under_way, step)
+                assert len(under_way.outputs) - computed <= step
+                calls += 1
+            assert same(made, whole)
+            sweeps, rest = divmod(len(under_way.outputs), depth)
+            assert rest == 0 and sweeps > 0
+            assert calls >= len(under_way.outputs) / step
+    assert model._pace._is_chain == (bench.name not in USES_SEVERAL)
+
+
+def test_a_chain_holds_the_newest_output_alone(bench: VisionBench) -> None:
+    if bench.name in USES_SEVERAL:
+        pytest.skip("no chain")
+    bench.model.encode(bench.prepare(64, 64, 1))
+    under_way = Pass()
+    assert bench.model.encode_some(bench.prepare(64, 64, 2), under_way, EVERY_LAYER) is not None
+    depth = LAYERS.get(bench.name, 2)
+    for number, output in enumerate(under_way.outputs):
+        hollow = np.isnan(np.array(output if isinstance(output, mx.array) else output[0])).all()
+        assert hollow == ((number + 1) % depth != 0)
+
+
+def test_the_engine_goes_on_where_the_last_step_ended_and_lets_go_of_what_nobody_needs() -> None:
+    bench = VisionBench("tiny-qwen3_5-vl")
+    a, b = bench.prepare(64, 64, 1), bench.prepare(64, 64, 2)
+    want = bench.end(bench.run(bench.context(5, a, 6)))
+    again = VisionBench("tiny-qwen3_5-vl")
+    context, other = again.context(5, a, 6), again.context(5, b, 6)
+    rows = [_opened(again, each) for each in (context, other)]
+    first = again.step(StepPlan(encode=(Encode(image=a, layers=1),)))
+    assert (first.encoding, first.encoded) == ({a.key}, {})
+    begun = again.step(StepPlan(encode=(Encode(image=b, layers=1),)))
+    assert begun.encoding == {b.key}
+    again.step(StepPlan(close=(rows[1],)))
+    assert set(again.engine._towers) == {a.key}
+    done = again.step(StepPlan(encode=(Encode(image=a, layers=1),)))
+    assert (done.encoding, set(done.encoded)) == (set(), {a.key})
+    assert again.engine._towers == {}
+    assert again.end(again.prefill(rows[0], context, (), ())) == want
+    again.step(StepPlan(close=(rows[0],)))
+
+
+def _opened(bench: VisionBench, context):
+    from service.plan import OpenRow, RowId
+
+    row = RowId(50_000 + len(bench.engine._rows))
+    order = OpenRow(
+        row=row, restored=None, sampling=None, top_logprobs=None, context=context.tokens, images=context.images
+    )
+    bench.step(StepPlan(open=(order,)))
+    return row
