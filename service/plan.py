@@ -7,6 +7,7 @@ A row is one sequence's state inside the engine, named by a small integer that i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
@@ -81,12 +82,12 @@ class TowerImage(Protocol):
 class Encode:
     """One image for the vision tower; its features are kept in the engine and handed out.
 
-    `layers`: how many of the tower's layers to compute in this step; None: all that are left. One whose layers are not
-    all computed is in the result's `encoding`, and goes on with its next order.
+    `seconds`: after so long no further part of the tower begins in this step, a part being a layer or half of one; one
+    always does. An image that is not through then is in the result's `encoding`, and goes on with its next order.
     """
 
     image: TowerImage
-    layers: int | None = None
+    seconds: float = math.inf
 
     @property
     def key(self) -> MediaKey:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from service.work import Work, WorkImage
 
 log = logging.getLogger("kvfork.sight")
 
-TOWER_VALUES = 1 << 20  # of an image's inputs, times layers of the tower, between two tokens of those who write
+TOWER_SECONDS = 0.2  # for an image between two tokens of those who write, and what a part of the tower takes beyond
 AHEAD = 2  # images whose inputs are made or wait for the tower at the same time: they take more bytes than pixels
 
 
@@ -125,13 +126,13 @@ class Sight:
         return tuple(each for each in given if each.key in self._images)
 
     def orders(self, keys: Iterable[MediaKey], *, beside: bool) -> tuple[Encode, ...]:
-        """What the scheduler has chosen to be encoded: some layers of the tower at a time `beside` rows that decode."""
+        """What the scheduler has chosen to be encoded: a while at a time `beside` rows that decode."""
         orders: list[Encode] = []
         for key in keys:
             image = self._images.get(key)
             if image is not None and image.inputs is not None:
-                layers = _layers(image.inputs) if beside else None
-                orders.append(Encode(image=replace(image.inputs, key=key), layers=layers))
+                seconds = TOWER_SECONDS if beside else math.inf
+                orders.append(Encode(image=replace(image.inputs, key=key), seconds=seconds))
         return tuple(orders)
 
     def waiting_for(self, keys: Iterable[MediaKey]) -> set[RowId]:
@@ -238,14 +239,6 @@ class Sight:
     def _drop(self, image: _Image) -> None:
         del self._images[image.key]
         self._scheduler.withdraw_image(image.key)
-
-
-def _layers(inputs: Prepared) -> int:
-    """How many layers of the tower are short enough to be waited for. Work goes by pixels, not by positions: some
-    families make one position of sixteen patches.
-    """
-    values = sum(array.size for array in (inputs.inputs or {}).values())
-    return max(1, TOWER_VALUES // max(1, values))
 
 
 def feature_key(fingerprint: str, owner: str, key: MediaKey) -> MediaKey:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -21,16 +20,8 @@ Features = dict[str, mx.array]
 """What a vision tower made of one image, by names that its model's calls know."""
 
 
-EVERY_LAYER = 1 << 30  # of a tower
-
-
-@dataclass(slots=True, eq=False)
-class Pass:
-    """One image on its way through the tower: what its layers gave, in the order of their calls."""
-
-    outputs: list = field(default_factory=list)
-    asked: int = 0  # layers that the call under way has come to
-    left: int = 0  # layers that it may still compute
+class Pass(Protocol):
+    """One image on its way through the tower."""
 
 
 class NoImages(TypeError):
@@ -71,9 +62,14 @@ class Calls(Protocol):
         """Feeds one token a row; next-token logits (rows, vocab)."""
         ...
 
-    def encode_some(self, image: TowerImage, under_way: Pass, layers: int) -> Features | None:
-        """Takes an image so many layers further through the tower: its features, evaluated; None: there are layers
-        left. `under_way` is the image's own, and of no use after an error.
+    def new_pass(self) -> Pass:
+        """For an image that is to be encoded."""
+        ...
+
+    def encode_some(self, image: TowerImage, under_way: Pass, seconds: float) -> Features | None:
+        """Takes an image further through the tower for so long: its features, evaluated; None: there is more to do.
+
+        `under_way` is the image's own, and of no use after an error.
         """
         ...
 
@@ -108,7 +104,10 @@ class TextCalls:
     def decode(self, fed: Sequence[Fed], caches) -> mx.array:
         return self._model(mx.array([row.token for row in fed], dtype=mx.uint32)[:, None], cache=caches)[:, -1, :]
 
-    def encode_some(self, image: TowerImage, under_way: Pass, layers: int) -> Features | None:
+    def new_pass(self) -> Pass:
+        raise NoImages("this model sees no images")
+
+    def encode_some(self, image: TowerImage, under_way: Pass, seconds: float) -> Features | None:
         raise NoImages("this model sees no images")
 
 

@@ -8,6 +8,7 @@ tokens it stands for, is an error and never a plausible token.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,8 +65,8 @@ class FakeEngine:
         self._rows: dict[RowId, _Row] = {}
         self._features: dict[MediaKey, bytes] = {}
         self.encoded: list[MediaKey] = []  # by the tower, in order
-        self.tower_layers = 1
-        self._layers_left: dict[MediaKey, int] = {}
+        self.tower_parts = 1
+        self._parts_left: dict[MediaKey, int] = {}
         self.blind: set[MediaKey] = set()  # images at which the tower fails
 
     @property
@@ -134,7 +135,7 @@ class FakeEngine:
     @property
     def half_encoded(self) -> set[MediaKey]:
         """Images that are part of the way through the tower."""
-        return set(self._layers_left)
+        return set(self._parts_left)
 
     def _encode(self, order: Encode, result: StepResult) -> None:
         assert order.image.inputs is not None, "the tower needs an image's inputs"
@@ -143,10 +144,10 @@ class FakeEngine:
             needs = [name for name, row in self._rows.items() if any(i.key == order.key for i in row.order.images)]
             result.failed.update(dict.fromkeys(needs, error))
             return
-        left = self._layers_left.pop(order.key, self.tower_layers)
-        left -= left if order.layers is None else order.layers
+        left = self._parts_left.pop(order.key, self.tower_parts)
+        left -= left if order.seconds == math.inf else 1
         if left > 0:
-            self._layers_left[order.key] = left
+            self._parts_left[order.key] = left
             result.encoding.add(order.key)
             return
         self.encoded.append(order.key)

@@ -22,7 +22,7 @@ from kvcache.layout import CacheLayout
 from kvcache.media import MediaKey
 from service.engine import cpu, features, layers
 from service.engine.batch import DecodeBatch
-from service.engine.calls import EVERY_LAYER, Fed, Pass, calls_of
+from service.engine.calls import Fed, Pass, calls_of
 from service.engine.groups import decode_batch
 from service.engine.sampling import Mask, RowSampler, pick_all
 from service.footprint import Footprint
@@ -166,9 +166,8 @@ class MlxEngine:
     def _encode(self, order: Encode, result: StepResult) -> None:
         try:
             if not self._features.touch(order.key):
-                under_way = self._towers.pop(order.key, None) or Pass()
-                layers = EVERY_LAYER if order.layers is None else order.layers
-                made = self._calls.encode_some(order.image, under_way, layers)
+                under_way = self._towers.pop(order.key, None) or self._calls.new_pass()
+                made = self._calls.encode_some(order.image, under_way, order.seconds)
                 if made is None:
                     self._towers[order.key] = under_way
                     result.encoding.add(order.key)

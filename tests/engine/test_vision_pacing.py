@@ -1,6 +1,8 @@
-"""A tower taken some layers at a time gives the bits that it gives in one go, and computes each layer once."""
+"""A tower taken in parts gives the bits that it gives in one go, and computes each part once."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from service.engine import cpu
 
 mx = cpu.mlx()
 
-from service.engine.calls import EVERY_LAYER, Features, Pass  # noqa: E402
+from service.engine.calls import Features  # noqa: E402
+from service.engine.vision import attention  # noqa: E402
+from service.engine.vision.pacing import Pass  # noqa: E402
 from service.plan import Encode, StepPlan  # noqa: E402
 from tests.engine.test_vision_exactness import FAMILIES  # noqa: E402
 from tests.engine.vision_rig import VisionBench  # noqa: E402
@@ -36,18 +40,40 @@ def test_layer_by_layer_is_all_at_once(bench: VisionBench) -> None:
     for seed, size in enumerate([(64, 64), (150, 130), (64, 64)]):  # the first pass finds out what the tower needs
         image = bench.prepare(*size, seed)
         whole = model.encode(image)
-        for step in (1, 2):
-            under_way, made, calls = Pass(), None, 0
-            while made is None:
-                computed = len(under_way.outputs)
-                made = model.encode_some(image, under_way, step)
-                assert len(under_way.outputs) - computed <= step
-                calls += 1
-            assert same(made, whole)
-            sweeps, rest = divmod(len(under_way.outputs), depth)
-            assert rest == 0 and sweeps > 0
-            assert calls >= len(under_way.outputs) / step
+        under_way, made, calls = Pass(), None, 0
+        while made is None:
+            made = model.encode_some(image, under_way, 0.0)
+            calls += 1
+            assert len(under_way.outputs) == calls
+        assert same(made, whole)
+        assert calls % depth == 0
     assert model._pace._is_chain == (bench.name not in USES_SEVERAL)
+
+
+def test_attention_is_a_part_of_its_own_where_it_is_tiled(bench: VisionBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "FROM", 8)
+    tiles: list[int] = []
+    tiled = attention._tiled
+
+    def watched(q: np.ndarray, *rest: object) -> np.ndarray:
+        tiles.append(len(tiles))
+        return tiled(q, *rest)
+
+    monkeypatch.setattr(attention, "_tiled", watched)
+    image = bench.prepare(150, 130, 3)
+    whole = bench.model.encode(image)
+    count = len(tiles)
+    under_way, made, calls = Pass(), None, 0
+    while made is None:
+        held = len(under_way.outputs), len(under_way.inner)
+        made = bench.model.encode_some(image, under_way, 0.0)
+        calls += 1
+        if made is None:  # one part more: an attention's, or what was left of its layer
+            assert (len(under_way.outputs), len(under_way.inner)) in {(held[0], held[1] + 1), (held[0] + 1, 0)}
+    assert same(made, whole)
+    assert len(tiles) == 2 * count
+    assert count == len(under_way.outputs)  # one attention a layer
+    assert calls == 2 * count
 
 
 def test_a_chain_holds_the_newest_output_alone(bench: VisionBench) -> None:
@@ -55,7 +81,7 @@ def test_a_chain_holds_the_newest_output_alone(bench: VisionBench) -> None:
         pytest.skip("no chain")
     bench.model.encode(bench.prepare(64, 64, 1))
     under_way = Pass()
-    assert bench.model.encode_some(bench.prepare(64, 64, 2), under_way, EVERY_LAYER) is not None
+    assert bench.model.encode_some(bench.prepare(64, 64, 2), under_way, math.inf) is not None
     depth = LAYERS.get(bench.name, 2)
     for number, output in enumerate(under_way.outputs):
         hollow = np.isnan(np.array(output if isinstance(output, mx.array) else output[0])).all()
@@ -69,13 +95,13 @@ def test_the_engine_goes_on_where_the_last_step_ended_and_lets_go_of_what_nobody
     again = VisionBench("tiny-qwen3_5-vl")
     context, other = again.context(5, a, 6), again.context(5, b, 6)
     rows = [_opened(again, each) for each in (context, other)]
-    first = again.step(StepPlan(encode=(Encode(image=a, layers=1),)))
+    first = again.step(StepPlan(encode=(Encode(image=a, seconds=0.0),)))
     assert (first.encoding, first.encoded) == ({a.key}, {})
-    begun = again.step(StepPlan(encode=(Encode(image=b, layers=1),)))
+    begun = again.step(StepPlan(encode=(Encode(image=b, seconds=0.0),)))
     assert begun.encoding == {b.key}
     again.step(StepPlan(close=(rows[1],)))
     assert set(again.engine._towers) == {a.key}
-    done = again.step(StepPlan(encode=(Encode(image=a, layers=1),)))
+    done = again.step(StepPlan(encode=(Encode(image=a, seconds=0.0),)))
     assert (done.encoding, set(done.encoded)) == (set(), {a.key})
     assert again.engine._towers == {}
     assert again.end(again.prefill(rows[0], context, (), ())) == want

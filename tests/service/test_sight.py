@@ -15,7 +15,6 @@ from kvcache.media import MediaKey, symbols
 from kvcache.records import RecordKind
 from service.media import Prepared
 from service.scheduler import State
-from service.sight import TOWER_VALUES
 from service.work import WorkImage
 from tests.service.loop_rig import MIB, Heard, LoopRig
 
@@ -29,7 +28,6 @@ class Picture:
     seed: int
     count: int = 20
     at_once: bool = True
-    values: int = 3  # of its inputs
     asked: list[Done] = field(default_factory=list)
     made: int = 0
 
@@ -52,7 +50,7 @@ class Picture:
     def make(self, error: Exception | None = None) -> None:
         done = self.asked.pop(0)
         self.made += 1
-        done(error if error is not None else self.layout({"pixels": np.zeros(self.values, np.float32)}))
+        done(error if error is not None else self.layout({"pixels": np.zeros(3, np.float32)}))
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -191,11 +189,11 @@ def test_rows_that_decode_go_on_between_encodings(rig: LoopRig) -> None:
     rig.settle()
 
 
-def test_a_large_image_is_encoded_a_layer_at_a_time_beside_rows_that_decode(rig: LoopRig) -> None:
-    rig.engine.tower_layers = 5
+def test_a_large_image_is_encoded_a_part_at_a_time_beside_rows_that_decode(rig: LoopRig) -> None:
+    rig.engine.tower_parts = 5
     talker = submit(rig, words(20), generate=60)
     rig.until(talker, State.DECODE)
-    large, small = Picture(1, values=TOWER_VALUES), Picture(2, values=TOWER_VALUES // 4)
+    large = Picture(1)
     heard = submit(rig, words(9, seed=1), large, generate=1)
     said: list[int] = []
     while heard.end is None:
@@ -204,31 +202,24 @@ def test_a_large_image_is_encoded_a_layer_at_a_time_beside_rows_that_decode(rig:
         rig.store.run_pending()
         said.append(len(talker.tokens) - before)
     assert set(said) == {1}  # whoever decodes says a word in every step
-    assert len(said) > rig.engine.tower_layers
+    assert len(said) > rig.engine.tower_parts
     assert heard.tokens == rig.engine.continuation(words(9, seed=1) + large.run, 1)
-    quick = submit(rig, words(9, seed=2), small, generate=1)
-    taken = 0
-    while quick.end is None:
-        assert rig.turn()
-        rig.store.run_pending()
-        taken += 1
-    assert taken < len(said)  # four layers a step, and so two steps in place of five
-    assert rig.loop.totals.images_encoded == len(rig.engine.encoded) == 2
+    assert rig.loop.totals.images_encoded == len(rig.engine.encoded) == 1
     rig.settle()
-    alone = submit(rig, Picture(3, values=TOWER_VALUES), generate=1)
+    alone = submit(rig, words(9, seed=2), Picture(2), generate=1)
     taken = 0
     while alone.end is None:
         assert rig.turn()
         rig.store.run_pending()
         taken += 1
-    assert taken < len(said)  # nobody waits: all layers in one step
+    assert taken < len(said)  # nobody waits: all of it in one step
 
 
 def test_an_image_that_nobody_needs_any_more_is_left_half_encoded(rig: LoopRig) -> None:
-    rig.engine.tower_layers = 50
+    rig.engine.tower_parts = 50
     talker = submit(rig, words(20), generate=60)
     rig.until(talker, State.DECODE)
-    picture = Picture(1, values=TOWER_VALUES)
+    picture = Picture(1)
     heard = submit(rig, words(9, seed=1), picture, generate=1)
     while picture.made == 0 or not rig.engine.half_encoded:
         assert rig.turn()

@@ -21,11 +21,21 @@ Fused = Callable[..., mx.array]
 """`mx.fast.scaled_dot_product_attention`."""
 
 
-def attend(fused: Fused, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask=None, **more) -> mx.array:
+Part = Callable[[Callable[[], mx.array]], mx.array]
+"""Asked for what it is given to compute: now, or an earlier result."""
+
+
+def attend(
+    part: Part, fused: Fused, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask=None, **more
+) -> mx.array:
     """What `fused` gives for q (B, heads, rows, width), k and v (B, kv heads, keys, width); evaluates its inputs."""
     keys = k.shape[2]
     if keys < FROM or more or isinstance(mask, str) or {a.dtype for a in (q, k, v)} != {mx.float32}:
         return fused(q, k, v, scale=scale, mask=mask, **more)
+    return part(lambda: _computed(q, k, v, scale, mask))
+
+
+def _computed(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None) -> mx.array:
     mx.eval(q, k, v)
     return mx.array(_tiled(np.array(q), np.array(k), np.array(v), scale, None if mask is None else _added(mask)))
 

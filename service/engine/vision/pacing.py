@@ -1,8 +1,10 @@
-"""A tower some layers at a time. Owns how far a pass over an image has come, and what it holds meanwhile.
+"""A tower in parts. Owns how far a pass over an image has come, and what it holds meanwhile.
 
-Upstream's towers are one call. It is made again in each step, from the start: a layer that was computed in this pass
-answers with what it gave before, and when the step's layers are used up the next one ends the call. What lies before
-the last computed layer costs nothing again, since MLX evaluates what is asked for.
+Upstream's towers are one call. It is made again in each step, from the start: a part that was computed in this pass
+answers with what it gave before, and when the step's time is used up the next one ends the call. What lies before the
+last computed part costs next to nothing again, since MLX evaluates what is asked for.
+
+A part is a layer. Where its attention is a call of its own (`attention`), that is one part and the rest is another.
 
 Most towers are a chain, in which the newest output alone matters; some families use the outputs of several layers. The
 first pass finds out which, and from then on a chain holds one output and not one a layer.
@@ -10,19 +12,42 @@ first pass finds out which, and from then on a chain holds one output and not on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from service.engine.calls import Features, Pass
+from service.engine.calls import Features
 
 _LANGUAGE = "language_model"  # upstream's name for all that is no tower
 
 
 class _UsedUp(Exception):
-    """The step's layers are computed, and the tower asks for one more."""
+    """The step's time is over, and the tower asks for one more part."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One image on its way through the tower: what its layers gave, in the order of their calls.
+
+    `inner` is what attention gave in the layer that comes next.
+    """
+
+    outputs: list = field(default_factory=list)
+    inner: list[mx.array] = field(default_factory=list)
+    asked: int = 0  # layers that the call under way has come to
+    inner_asked: int = 0
+    until: float = 0.0  # no part begins later, except for the first of a step
+    first: bool = True
+
+    def take(self) -> None:
+        """One part more is about to be computed."""
+        if not self.first and time.perf_counter() >= self.until:
+            raise _UsedUp
+        self.first = False
 
 
 class Pace:
@@ -36,12 +61,14 @@ class Pace:
         for number, layer in enumerate(layers):
             layer.__class__ = _asking(type(layer), self, first=number == 0)
 
-    def advance(self, under_way: Pass, layers: int, make: Callable[[], Features]) -> Features | None:
-        """Computes so many more layers; `make` calls the tower. Its features, evaluated; None: there are layers left.
+    def advance(self, under_way: Pass, seconds: float, make: Callable[[], Features]) -> Features | None:
+        """Computes parts for so long, and at least one; `make` calls the tower.
+
+        Its features, evaluated; None: there are parts left.
 
         After an error the pass is of no use.
         """
-        under_way.left = layers
+        under_way.until, under_way.first = time.perf_counter() + seconds, True
         try:
             made = self._made(under_way, make)
         except _UsedUp:
@@ -57,16 +84,27 @@ class Pace:
         if now is None:
             return compute()
         if now.asked == len(now.outputs):
-            if not now.left:
-                raise _UsedUp
-            now.left -= 1
+            now.inner_asked = 0
             output = compute()
+            now.take()
             mx.eval(output)
+            now.inner.clear()
             if self._is_chain and not first:  # of the first, what came before is the end of another part of the image
                 now.outputs[-1] = _hollow(now.outputs[-1])
             now.outputs.append(output)
         now.asked += 1
         return now.outputs[now.asked - 1]
+
+    def attention(self, compute: Callable[[], mx.array]) -> mx.array:
+        """What a layer's attention gives: as `layer`."""
+        now = self._now
+        if now is None:
+            return compute()
+        if now.inner_asked == len(now.inner):
+            now.take()
+            now.inner.append(compute())
+        now.inner_asked += 1
+        return now.inner[now.inner_asked - 1]
 
     def _made(self, under_way: Pass, make: Callable[[], Features]) -> Features:
         self._now, under_way.asked = under_way, 0
