@@ -97,14 +97,16 @@ class PrefixCache(NamedSnapshots):
     # From tokens to state
 
     def lookup(self, owner: str, tokens: Sequence[int], *, base: Node | None, keep: Iterable[int]) -> Lookup:
-        """Where to go on for `tokens`: behind the explicit parent `base`, a prefix of them; None: match by content.
+        """Where to go on for `tokens`. `base`: their explicit parent; None: match by content.
+
+        Behind a parent that is its end, or beyond it what an earlier prefill of the same tokens stored.
 
         `keep` are the places to stand at on the way. Restoring up to the very end is offered with the logits only.
         """
         with self._lock:
             self._stock.forget_lost()
             if base is not None:
-                found = self._matcher.behind(tokens, base)
+                found = self._matcher.behind(tokens, base, set(keep))
             else:
                 found = self._matcher.by_content(self._root(owner), tokens, set(keep))
             if found.plan is not None:

@@ -11,12 +11,20 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.blocks import BLOCK_TOKENS, as_array, block_key
+from kvcache.blocks import BLOCK_TOKENS, BlockKey, as_array, block_key
 from kvcache.media import MediaSpan
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
 from kvcache.restore import RestorePlan
-from kvcache.schedule import after_image, cut_by_image, is_decoded, prefill_schedule, replay_cuts, whole_spans
+from kvcache.schedule import (
+    after_image,
+    continued_schedule,
+    cut_by_image,
+    is_decoded,
+    prefill_schedule,
+    replay_cuts,
+    whole_spans,
+)
 from kvcache.stock import Stock
 from kvcache.tree import Node
 
@@ -41,6 +49,28 @@ class Lookup:
         return replace(self, plan=None, kept=(), miss_reason=MissReason.CORRUPT)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """The blocks that a prefill of `tokens` makes: from the root, or behind an explicit parent."""
+
+    tokens: array[int]
+    start: Node  # the full block, or root, that the first of them follows
+    base: Node | None
+    stops: Sequence[int]  # places to keep, in order
+    whole: Sequence[MediaSpan]
+
+    def key_of(self, before: Node, end: int) -> BlockKey:
+        """Of the block, or tail, that follows `before` up to `end`."""
+        start = before.end
+        cuts = [*_between(self.stops, start, end), *cut_by_image(self.whole, start, end)]
+        if self.base is not None and self.base.is_tail and self.base.start == start:
+            cuts = [cut for cut in cuts if cut > self.base.end]
+            schedule = continued_schedule(self.base.schedule, start, self.base.end, end, cuts)
+        else:
+            schedule = prefill_schedule(start, end, cuts)
+        return block_key(before.key, self.tokens[start:end], schedule)
+
+
 class Matcher:
     """Finds where a run may begin."""
 
@@ -48,12 +78,15 @@ class Matcher:
         self._stock = stock
         self._share_decoded = share_decoded
 
-    def behind(self, tokens: Sequence[int], base: Node) -> Lookup:
-        """From an explicit parent, of which `tokens` are a continuation."""
+    def behind(self, tokens: Sequence[int], base: Node, keep: set[int]) -> Lookup:
+        """From an explicit parent, of which `tokens` are a continuation, or from where such a run has been before."""
         path = base.path()
+        replay = [cut for node in path for cut in replay_cuts(node.start, node.schedule)] + [base.end]
+        further = self._further(tokens, base, keep)
+        if further is not None:
+            return replace(further, replay=tuple(replay))
         plan = self._stock.plan(path, target=base.end, more_follows=len(tokens) > base.end)
         position = plan.position if plan else 0
-        replay = [cut for node in path for cut in replay_cuts(node.start, node.schedule)] + [base.end]
         return Lookup(
             plan=plan,
             known=base.end,
@@ -61,19 +94,49 @@ class Matcher:
             replay=tuple(replay),
         )
 
+    def _further(self, tokens: Sequence[int], base: Node, keep: set[int]) -> Lookup | None:
+        """Beyond the parent's end: an earlier prefill of the same tokens behind the same state."""
+        line = self._line(tokens, base.parent if base.is_tail else base, base, keep)
+        path = self._follow(line)
+        if not path or path[-1].end <= base.end:
+            return None
+        places = {place for place in keep if place > base.end}
+        plan, kept, _ = self._deepest(line, path, path[-1].end, places)
+        if plan is None or plan.position <= base.end:
+            return None
+        return Lookup(plan=plan, known=plan.position, miss_reason=MissReason.NONE, kept=kept)
+
     def by_content(self, root: Node, tokens: Sequence[int], keep: set[int]) -> Lookup:
         """From the blocks behind `root` that a cold run over `tokens` would make."""
+        line = self._line(tokens, root, None, keep)
+        path = self._follow(line)
+        deepest = next((node for node in reversed(path) if not node.is_tail), root)
+        further, known = self._stock.tree.known_prefix(deepest, line.tokens)
+        seen = deepest.end + len(further) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
+        plan, kept, path = self._deepest(line, path, path[-1].end if path else 0, keep)
+        position = plan.position if plan else 0
+        known = max(known, position)
+        reason = MissReason.NONE
+        if position < known:
+            exact_end = path[-1].end if path else 0
+            reason = MissReason.PROVENANCE if seen > exact_end else self._why(path, position, known)
+        return Lookup(plan=plan, known=known, miss_reason=reason, kept=kept)
+
+    def _line(self, tokens: Sequence[int], start: Node | None, base: Node | None, keep: set[int]) -> _Line:
+        assert start is not None, "a tail follows something"
         tokens = as_array(tokens)
         whole = whole_spans(tokens, self._stock.layout)
         stops = sorted({after_image(whole, place) for place in keep if place < len(tokens)})
-        path = self._follow(root, tokens, stops, whole)
-        target = path[-1].end if path else 0
-        deepest = next((node for node in reversed(path) if not node.is_tail), root)
-        further, known = self._stock.tree.known_prefix(deepest, tokens)
-        seen = deepest.end + len(further) * BLOCK_TOKENS  # whole blocks that were computed once, in whatever way
+        return _Line(tokens=tokens, start=start, base=base, stops=stops, whole=whole)
+
+    def _deepest(
+        self, line: _Line, path: list[Node], target: int, keep: set[int]
+    ) -> tuple[RestorePlan | None, tuple[Node, ...], list[Node]]:
+        """The plan to stand as far on as possible, what of `keep` needs no call, and what of `path` counts."""
+        tokens = line.tokens
         kept: list[Node] = []
         for place in sorted(keep - {len(tokens)}):
-            node = self._kept_at(root, path, tokens, stops, whole, place)
+            node = self._kept_at(line, path, place)
             if node is None:
                 target = min(target, place - 1)  # it has to be passed again
                 break
@@ -91,53 +154,30 @@ class Matcher:
             if node.end > (plan.position if plan else 0):
                 # A place passed before under this very schedule is nearer than the block before it.
                 plan = self._stock.plan(node.path(), target=node.end, more_follows=True) or plan
-        position = plan.position if plan else 0
-        known = max(known, position)
-        reason = MissReason.NONE
-        if position < known:
-            exact_end = path[-1].end if path else 0
-            reason = MissReason.PROVENANCE if seen > exact_end else self._why(path, position, known)
-        return Lookup(
-            plan=plan,
-            known=known,
-            miss_reason=reason,
-            kept=tuple(node for node in kept if node.end <= position)
-            + ((plan.nodes[-1],) if plan and position in keep and position == len(tokens) else ()),
-        )
+        if plan is None:
+            return None, (), path
+        at_end = plan.nodes[-1:] if plan.position == len(tokens) and len(tokens) in keep else ()
+        return plan, (*(node for node in kept if node.end <= plan.position), *at_end), path
 
-    def _kept_at(
-        self,
-        root: Node,
-        path: Sequence[Node],
-        tokens: array[int],
-        stops: Sequence[int],
-        whole: Sequence[MediaSpan],
-        place: int,
-    ) -> Node | None:
+    def _kept_at(self, line: _Line, path: Sequence[Node], place: int) -> Node | None:
         """The node that stands at `place` with logits, if all of it is stored."""
         depth, inside = divmod(place, BLOCK_TOKENS)
         if depth > len(path):
             return None
-        base = path[depth - 1] if depth else root
-        node: Node | None = base
-        if inside:
-            start = base.end
-            cuts = [*_between(stops, start, place), *cut_by_image(whole, start, place)]
-            node = self._stock.tree.get(block_key(base.key, tokens[start:place], prefill_schedule(start, place, cuts)))
+        before = path[depth - 1] if depth else line.start.ancestor_at(0)
+        node = self._stock.tree.get(line.key_of(before, place)) if inside else before
         if node is None or node.parent is None:
             return None
         stored = self._stock.restorable(node) and self._stock.has(RecordId(node.key, RecordKind.LOGITS))
         return node if stored else None
 
-    def _follow(self, root: Node, tokens: array[int], stops: Sequence[int], whole: Sequence[MediaSpan]) -> list[Node]:
-        """The chain of known nodes that this very schedule would make."""
-        path: list[Node] = []
-        node, tree = root, self._stock.tree
-        for start in range(0, len(tokens), BLOCK_TOKENS):
+    def _follow(self, line: _Line) -> list[Node]:
+        """The chain of known nodes, from the first one on, that this very schedule would make."""
+        path, node = line.start.path(), line.start
+        tokens = line.tokens
+        for start in range(node.end, len(tokens), BLOCK_TOKENS):
             block = tokens[start : start + BLOCK_TOKENS]
-            end = start + len(block)
-            cuts = [*_between(stops, start, end), *cut_by_image(whole, start, end)]
-            following = tree.get(block_key(node.key, block, prefill_schedule(start, end, cuts)))
+            following = self._stock.tree.get(line.key_of(node, start + len(block)))
             if following is None and self._share_decoded and len(block) == BLOCK_TOKENS:
                 following = next((c for c in node.children if is_decoded(c.schedule) and c.tokens == block), None)
             if following is None:

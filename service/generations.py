@@ -83,14 +83,12 @@ class Generations:
             saving: Saving | None = None
             if call.save_on_cancel and call.save is not None:
                 saving = self._rt.saving[owner, call.save.snapshot_id] = Saving(asyncio.Event())
-            done = False
             try:
                 async for event in self._events(call, owner, prompt, places, parent, channel, generation, seed):
-                    done = isinstance(event, Finished)
                     yield event
             finally:
                 del self._rt.running[generation]
-                if done:
+                if channel.ended:
                     channel.close()
                     self._named(owner, call)
                 elif saving is not None:

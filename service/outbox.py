@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvcache.tree import Node
-from service.work import NodeAt, Prefilled, Tokens, WorkEvent
+from service.work import Ended, Failed, NodeAt, Prefilled, Tokens, WorkEvent
 
 
 class Channel:
@@ -25,6 +25,7 @@ class Channel:
         self._pending: deque[WorkEvent] = deque()
         self._wake = asyncio.Event()
         self._closed = False
+        self.ended = False  # its last event was taken: there is nothing to wait for
 
     def put(self, event: WorkEvent) -> None:
         if self._closed:
@@ -45,7 +46,9 @@ class Channel:
         while not self._pending:
             self._wake.clear()
             await self._wake.wait()
-        return self._pending.popleft()
+        event = self._pending.popleft()
+        self.ended = isinstance(event, Ended | Failed)
+        return event
 
     def close(self) -> None:
         """Nobody reads any more."""

@@ -265,9 +265,15 @@ def test_free_rows_are_no_queue(undisturbed: LiveServer) -> None:
         assert [ending(stream) for stream in streams] == ["finished"] * 6
 
 
-def test_a_server_without_a_queue_still_serves() -> None:
-    with LiveServer("tiny-llama", "--max-batch", "2", "--max-queue", "0") as server:
+def test_a_server_without_a_queue_serves_and_what_it_refuses_leaves_nothing() -> None:
+    with LiveServer("tiny-llama", "--max-batch", "2", "--max-queue", "0", inside=True) as server:
         assert len(generate(server, greedy(raw("Hello"), tokens=3)).ids) == 3
+        running = busy(server)
+        answer = refused(lambda: server.inference.Generate(saving(18, "never-began", 5), timeout=PATIENCE))
+        assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        until(lambda: server.report()["saving"] == 0, what="nobody to wait for its state")
+        for stream in running:
+            stream.cancel()
 
 
 def test_higher_priority_goes_first(undisturbed: LiveServer) -> None:
@@ -455,20 +461,29 @@ def test_state_is_kept_however_close_the_cancel_is_to_the_end(undisturbed: LiveS
         until(lambda name=snapshot_id: found(undisturbed, name) is not None, what=f"state of cancel {i}")
 
 
-def test_a_cancel_in_prefill_keeps_the_blocks_done(undisturbed: LiveServer) -> None:
+@pytest.mark.parametrize("behind", [0, 300])
+def test_a_cancel_in_prefill_keeps_the_blocks_done(undisturbed: LiveServer, behind: int) -> None:
+    prompt, snapshot_id, parent = prompt_of(20_000, 17 + behind), f"cancelled-in-prefill-{behind}", ""
+    if behind:
+        create = inference_pb.CreateSnapshotRequest(input=raw(prompt[:behind]))
+        parent = undisturbed.inference.CreateSnapshot(create, timeout=PATIENCE).snapshot.name
     request = greedy(
-        raw(prompt_of(20_000, 17)),
+        raw(prompt[behind:]),
+        parent=parent,
         tokens=5,
-        save=pb.SnapshotOptions(snapshot_id="cancelled-in-prefill"),
+        save=pb.SnapshotOptions(snapshot_id=snapshot_id),
         save_on_cancel=True,
         output=inference_pb.OutputOptions(progress=True),
     )
     stream = undisturbed.inference.Generate(request)
     first(stream, "progress")
     stream.cancel()
-    until(lambda: found(undisturbed, "cancelled-in-prefill"), what="the snapshot")
-    saved = found(undisturbed, "cancelled-in-prefill")
-    assert saved is not None and 0 < saved.token_count < 20_000 and saved.token_count % 256 == 0
+    until(lambda: found(undisturbed, snapshot_id), what="the snapshot")
+    saved = found(undisturbed, snapshot_id)
+    assert saved is not None and behind < saved.token_count < 20_000 and saved.token_count % 256 == 0
+    # Sent again, it computes nothing again, whether it names what was kept or not.
+    again = generate(undisturbed, greedy(raw(prompt[behind : saved.token_count + 9]), parent=parent, tokens=5))
+    assert (again.usage.cached_tokens, again.usage.recomputed_tokens) == (saved.token_count, 0)
 
 
 def test_a_reader_that_reads_late_gets_everything(undisturbed: LiveServer) -> None:

@@ -191,6 +191,21 @@ def test_a_prompt_sent_again_is_found_by_its_content(tiny: Rig) -> None:
     assert longer.usage is not None and longer.usage.cached_tokens == 512
 
 
+@pytest.mark.parametrize("place", [256, 300])
+def test_a_turn_sent_again_behind_its_parent_is_restored_and_exact(tiny: Rig, place: int) -> None:
+    prompt = prompt_of(tiny, 620)
+    parent = tiny.run(prompt[:place], keep=[place]).nodes[place]
+    first = tiny.run(prompt, base=parent, keep=[620])
+    again = tiny.run(prompt, base=parent, keep=[620])
+    assert again.usage is not None and first.nodes == again.nodes
+    assert (again.usage.cached_tokens, again.usage.recomputed_tokens, again.usage.new_tokens) == (620, 0, 0)
+    further = tiny.run([*prompt, 7, 8, 9], base=parent, keep=[620, 623])
+    assert further.usage is not None
+    assert (further.usage.cached_tokens, further.usage.recomputed_tokens, further.usage.new_tokens) == (620, 0, 3)
+    other = cold(tiny, [*prompt, 7, 8, 9], keep=[place, 620, 623]).nodes[623]
+    same_state(tiny, further.nodes[623], other)
+
+
 def test_decoded_blocks_serve_their_own_line_only(tiny: Rig) -> None:
     prompt = prompt_of(tiny, 250, seed=15)
     answer = tiny.run(prompt, generate=20, save=True)

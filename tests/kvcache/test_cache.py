@@ -242,6 +242,50 @@ def test_the_state_behind_a_cut_goes_with_the_last_that_stands_on_it() -> None:
     assert world.tree == {(0, 256): 1}
 
 
+def test_a_run_behind_a_cut_of_a_cut_keeps_the_block_that_both_were_cut_from() -> None:
+    world = World(LAYOUTS["full"])
+    end = world.run(prompt_of(300)).nodes[300]
+    cut = world.cache.cut(end, 280)
+    assert cut is not None
+    again = world.cache.cut(cut, 270)
+    assert again is not None and again.source == end.key
+    world.cache.follow(again)
+    world.starve()
+    assert world.cache.stands(again)
+    world.cache.unfollow(again)
+    world.starve()
+    assert not world.cache.stands(again)
+
+
+@ALL
+@pytest.mark.parametrize("decoded", [0, 20])
+def test_a_run_behind_a_parent_goes_on_where_one_like_it_has_been(layout: CacheLayout, decoded: int) -> None:
+    world = World(layout)
+    prompt, more = prompt_of(300), prompt_of(600, seed=2)
+    parent = world.run(prompt, decode=decoded).nodes[300]
+    first = world.run([*prompt, *more], base=parent, keep=[500])
+    assert first.receipt == (300, 0, 600)
+    again = world.run([*prompt, *more], base=parent, keep=[500])
+    assert (again.receipt, again.calls, again.nodes) == ((900, 0, 0), [], first.nodes)
+    # Up to where they part, and to no place that other cuts lead to.
+    assert world.run([*prompt, *more[:500], 7], base=parent, keep=[500]).receipt == (768, 0, 33)
+    assert world.run([*prompt, *more[:220], 7], base=parent, keep=[500]).receipt == (512, 0, 9)
+    assert world.run([*prompt, *more], base=parent).receipt == (300, 0, 600)
+    assert world.run([*prompt, *more], base=parent, keep=[400, 500]).receipt == (300, 0, 600)
+    assert world.run([*prompt, *more]).lookup.position == 256
+
+
+@ALL
+def test_what_cannot_be_read_beyond_a_parent_is_computed_with_the_parents_own_cuts(layout: CacheLayout) -> None:
+    world = World(layout)
+    prompt = prompt_of(700)
+    parent = world.run(prompt[:300], keep=[100]).nodes[300]
+    world.run(prompt, base=parent)
+    lost = world.cache.lookup("a", prompt, base=parent, keep={700})
+    world.cache.release(lost)
+    assert lost.position == 700 and {100, 300} <= {*lost.without_state().replay}
+
+
 @ALL
 def test_the_base_of_a_place_is_the_deepest_stored_one_before_it(layout: CacheLayout) -> None:
     world = World(layout)

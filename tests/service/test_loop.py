@@ -147,7 +147,8 @@ def test_what_was_kept_is_gone_on_from_without_compute(rig: LoopRig, place: int)
     first = rig.submit(prompt, keep=[place])
     rig.run()
     before = rig.loop.totals.tokens_prefilled
-    tokens = [*prompt[:place], *prompt_of(20, "more")]
+    another = 401  # as no other prompt says
+    tokens = [*prompt[:place], another, *prompt_of(19, "more")]
     second = rig.submit(tokens, base=first.nodes[place], generate=4)
     rig.run()
     assert second.receipt == (place, 0, 20)

@@ -11,7 +11,7 @@ from kvcache.blocks import root_key
 from kvcache.tree import BlockTree, Node
 from service.outbox import Channel, Outlet
 from service.plan import Picked
-from service.work import Admitted, NodeAt, Prefilled, Tokens, WorkEvent
+from service.work import Admitted, Failed, NodeAt, Prefilled, Tokens, WorkEvent
 
 TREE = BlockTree()
 NODE = TREE.add(TREE.root(root_key("m", "o")), [1, 2, 3], b"P")
@@ -46,6 +46,20 @@ def test_events_come_in_order_and_what_waits_is_merged() -> None:
         for event in (Prefilled(256), Prefilled(512), tokens(8, "f"), Prefilled(600)):
             channel.put(event)
         assert await taken(channel, 3) == [Prefilled(512), tokens(8, "f"), Prefilled(600)]
+
+    asyncio.run(play())
+
+
+def test_a_channel_has_ended_once_its_last_event_was_taken() -> None:
+    async def play() -> None:
+        channel = Freed().channel()
+        for event in (Admitted(0.5), Failed(ValueError())):
+            channel.put(event)
+        seen = []
+        for _ in range(2):
+            await taken(channel, 1)
+            seen.append(channel.ended)
+        assert seen == [False, True]
 
     asyncio.run(play())
 

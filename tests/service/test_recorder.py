@@ -52,7 +52,8 @@ class World:
         recorder = Recorder(self.cache, "a", tokens)
         start = 0
         if base is not None:
-            lookup = self.cache.lookup("a", tokens, base=base, keep=())
+            elsewhere = [*TOKENS[: base.end], 1_000]  # from the base itself, however often this was computed behind it
+            lookup = self.cache.lookup("a", elsewhere, base=base, keep=())
             recorder.start_at(lookup)
             self.cache.release(lookup)
             start = lookup.position
