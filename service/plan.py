@@ -82,8 +82,8 @@ class TowerImage(Protocol):
 class Encode:
     """One image for the vision tower; its features are kept in the engine and handed out.
 
-    `seconds`: after so long no further part of the tower begins in this step, a part being a layer or half of one; one
-    always does. An image that is not through then is in the result's `encoding`, and goes on with its next order.
+    `seconds`: so long this step goes on with the tower, part by part, a part being a layer or half of one; one part is
+    always made. An image that is not through then is in the result's `encoding`, and goes on with its next order.
     """
 
     image: TowerImage

@@ -30,7 +30,7 @@ from service.work import Work, WorkImage
 
 log = logging.getLogger("kvfork.sight")
 
-TOWER_SECONDS = 0.2  # for an image between two tokens of those who write, and what a part of the tower takes beyond
+TOWER_SECONDS = 0.25  # for an image between two tokens of those who write, unless one part of the tower takes longer
 AHEAD = 2  # images whose inputs are made or wait for the tower at the same time: they take more bytes than pixels
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from service.engine import cpu
 mx = cpu.mlx()
 
 from service.engine.calls import Features  # noqa: E402
-from service.engine.vision import attention  # noqa: E402
+from service.engine.vision import attention, pacing  # noqa: E402
 from service.engine.vision.pacing import Pass  # noqa: E402
 from service.plan import Encode, StepPlan  # noqa: E402
 from tests.engine.test_vision_exactness import FAMILIES  # noqa: E402
@@ -117,3 +118,21 @@ def _opened(bench: VisionBench, context):
     )
     bench.step(StepPlan(open=(order,)))
     return row
+
+
+def test_no_part_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(pacing, "time", SimpleNamespace(perf_counter=lambda: now))
+    under_way = Pass(until=7.0)
+    with under_way.part():  # the first of a step, whatever it takes
+        now += 5
+    with pytest.raises(pacing._UsedUp), under_way.part():  # this one could take as long
+        now += 1000
+    assert now == 5
+    under_way.until, under_way.first = 12.0, True
+    for _ in range(3):  # until 6, 7 and 8, and the last began when 12 was just in time
+        with under_way.part():
+            now += 1
+    with pytest.raises(pacing._UsedUp), under_way.part():
+        now += 1000
+    assert now == 8

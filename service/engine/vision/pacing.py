@@ -13,7 +13,8 @@ first pass finds out which, and from then on a chain holds one output and not on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -40,14 +41,19 @@ class Pass:
     inner: list[mx.array] = field(default_factory=list)
     asked: int = 0  # layers that the call under way has come to
     inner_asked: int = 0
-    until: float = 0.0  # no part begins later, except for the first of a step
+    until: float = 0.0  # parts end before that, except for the first of a step
     first: bool = True
+    longest: float = 0.0  # seconds that a part took so far
 
-    def take(self) -> None:
-        """One part more is about to be computed."""
-        if not self.first and time.perf_counter() >= self.until:
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """One part more is computed inside. Raises _UsedUp if it would end too late, should it take as long as any."""
+        began = time.perf_counter()
+        if not self.first and began + self.longest > self.until:
             raise _UsedUp
         self.first = False
+        yield
+        self.longest = max(self.longest, time.perf_counter() - began)
 
 
 class Pace:
@@ -62,7 +68,7 @@ class Pace:
             layer.__class__ = _asking(type(layer), self, first=number == 0)
 
     def advance(self, under_way: Pass, seconds: float, make: Callable[[], Features]) -> Features | None:
-        """Computes parts for so long, and at least one; `make` calls the tower.
+        """Computes parts for so long by what they took so far, and at least one; `make` calls the tower.
 
         Its features, evaluated; None: there are parts left.
 
@@ -86,8 +92,8 @@ class Pace:
         if now.asked == len(now.outputs):
             now.inner_asked = 0
             output = compute()
-            now.take()
-            mx.eval(output)
+            with now.part():
+                mx.eval(output)
             now.inner.clear()
             if self._is_chain and not first:  # of the first, what came before is the end of another part of the image
                 now.outputs[-1] = _hollow(now.outputs[-1])
@@ -101,8 +107,8 @@ class Pace:
         if now is None:
             return compute()
         if now.inner_asked == len(now.inner):
-            now.take()
-            now.inner.append(compute())
+            with now.part():
+                now.inner.append(compute())
         now.inner_asked += 1
         return now.inner[now.inner_asked - 1]
 
