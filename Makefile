@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
+TRAINING ?= build/tiny-vision
 RELEASED := proto/released/kvfork.v1.binpb
 # Test files run side by side in so many processes, one thread each; a file's tests stay together.
 WORKERS ?= 2
@@ -13,7 +14,7 @@ export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
-        bench clean
+        train-vision eval-vision bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +30,7 @@ $(VENV)/.done: pyproject.toml
 	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,vision,cpu,dev]'
 	@touch $@
 
-demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3)
+demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3, MODEL=tiny-vision)
 	$(BIN)/kvfork demo --model $(MODEL) $(ARGS)
 
 serve: setup ## Serve a model on 127.0.0.1:50051 (MODEL=..., ARGS="--max-batch 4")
@@ -71,6 +72,12 @@ gen: setup ## Regenerate the stubs from proto/
 
 gen-check: gen ## Fail if the committed stubs differ from what proto/ gives
 	git diff --exit-code -- proto
+
+train-vision: setup ## Train tiny-vision anew, or go on with it (single core)
+	$(BIN)/python -m service.models.vision.train --work $(TRAINING) $(ARGS)
+
+eval-vision: setup ## Ask tiny-vision a thousand questions about held-out pictures
+	$(BIN)/python -m service.models.vision.evaluate $(ARGS)
 
 gen-clients: setup ## Regenerate what the other languages' clients have of proto/ (ARGS=go for one of them)
 	$(BIN)/python clients/generate.py $(ARGS)
