@@ -7,13 +7,15 @@ TRAINING ?= build/tiny-vision
 RELEASED := proto/released/kvfork.v1.binpb
 # Test files run side by side in so many processes, one thread each; a file's tests stay together.
 WORKERS ?= 2
+STORIES := reasoning_stripped tree_search tool_pause shared_system_prompt crash_and_resume best_of_n \
+	langgraph_time_travel
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
+.PHONY: help setup demo examples serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
         train-vision eval-vision bench clean
 
 help: ## Show this list
@@ -32,6 +34,9 @@ $(VENV)/.done: pyproject.toml
 
 demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3, MODEL=tiny-vision)
 	$(BIN)/kvfork demo --model $(MODEL) $(ARGS)
+
+examples: setup ## Play what orchestrators do with it, each example held to its own figures (a few minutes)
+	@for story in $(STORIES); do echo; echo "== $$story"; $(BIN)/python clients/python/examples/$$story.py $(ARGS) || exit 1; done
 
 serve: setup ## Serve a model on 127.0.0.1:50051 (MODEL=..., ARGS="--max-batch 4")
 	$(BIN)/kvfork serve --model $(MODEL) $(ARGS)

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"service": ROOT, "kvcache": ROOT, "kvfork_client": ROOT / "clients" / "python"}
+PACKAGES = {
+    "service": ROOT,
+    "kvcache": ROOT,
+    **dict.fromkeys(("kvfork_client", "kvfork_langgraph"), ROOT / "clients" / "python"),
+}
 
 # The joints of the layout: a rule about a module that is gone would hold for ever.
 MUST_EXIST = (
@@ -90,6 +94,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.config_file": (),
     "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
+    "kvfork_langgraph": ("kvfork_client", "kvfork_langgraph", "langgraph", "langchain_core"),
 }
 
 # Who may import a thing; nobody else does.
@@ -99,6 +104,7 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "grpc": ("service.rpc", "kvfork_client"),
     "llguidance": ("service.text.constraint",),
     "kvfork": ("service.rpc", "kvfork_client"),
+    "langgraph": ("kvfork_langgraph",),
     "prometheus_client": ("service.metrics.collector",),
     "opentelemetry": ("service.tracing",),
     "service.app": ("service.cli",),

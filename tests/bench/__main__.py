@@ -17,6 +17,7 @@ from tests.bench.report import Options, note
 
 BENCHES = {
     "rollback": "rollback and a new turn against a cold run and the peer (gemma3)",
+    "reasoning": "prompt tokens computed over 20 turns without their reasoning, beside the peer (gemma3)",
     "chat": "concurrent chats beside the peer (gemma3)",
     "constraint": "free chats beside constrained ones (gemma3)",
     "fair": "a chat beside a long prompt, and short prompts behind one (gemma3)",

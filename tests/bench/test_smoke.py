@@ -16,6 +16,11 @@ PROMISED = {
         "rollback.computed_over_new_tokens",
         "rollback.warm_ttft_over_peer",
     },
+    "reasoning": {
+        "reasoning.computed_over_new_tokens",
+        "reasoning.computed_over_peer",
+        "reasoning.computed_over_no_handles",
+    },
     "chat": {
         "chat.aggregate_over_peer_1",
         "chat.aggregate_over_peer_1_other",
