@@ -126,12 +126,13 @@ class PictureStory:
 
     def _print_table(self) -> None:
         _heading("Receipts, counted where the model is called (tokens)")
-        rows = [("step", "prompt", "of images", "restored", "recomputed", "new", "generated", "images encoded")]
+        names = ("step", "prompt", "of images", "restored", "recomputed", "new", "generated", "images encoded")
+        rows: list[tuple[str, ...]] = [names]
         for receipt in self._receipts:
             u = receipt.usage
             counts = (u.prompt_tokens, u.image_tokens, u.cached_tokens, u.recomputed_tokens, u.new_tokens)
             rows.append((receipt.step, *(str(n) for n in (*counts, u.completion_tokens, receipt.encoded))))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
         for row in rows:
             cells = [row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
             print("  " + "  ".join(cells).rstrip())

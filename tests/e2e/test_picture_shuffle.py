@@ -20,7 +20,7 @@ from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import types_pb2 as pb
 
-from tests.e2e.live import PATIENCE, Answer, LiveServer, adds_up, generate, greedy
+from tests.e2e.live import PATIENCE, Answer, LiveServer, generate, greedy
 
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
 
@@ -46,7 +46,7 @@ class Picture:
 class Said:
     """A message; its picture stands before its text."""
 
-    role: str
+    role: pb.Role
     text: str = ""
     picture: Picture | None = None
 
@@ -76,8 +76,14 @@ def input_of(said: tuple[Said, ...], *, open_turn: bool = True) -> pb.Input:
     for each in said:
         parts = [pb.Part(image=pb.Image(data=png(each.picture)))] if each.picture else []
         parts += [pb.Part(text=each.text)] if each.text else []
-        messages.append(pb.Message(role=pb.Role.Value(f"ROLE_{each.role.upper()}"), parts=parts))
+        messages.append(pb.Message(role=each.role, parts=parts))
     return pb.Input(chat=pb.ChatInput(messages=messages, add_generation_prompt=open_turn))
+
+
+def _whole(usage: pb.Usage) -> None:
+    """A receipt of a call that may have moved names only: state on disk then counts without being read."""
+    assert usage.cached_tokens + usage.recomputed_tokens + usage.new_tokens == usage.prompt_tokens, usage
+    assert usage.memory_tokens + usage.disk_tokens == usage.cached_tokens, usage
 
 
 class Shuffle:
@@ -109,34 +115,34 @@ class Shuffle:
 
     def begin(self) -> None:
         """A snapshot behind a picture alone."""
-        said = (Said("user", picture=self._rng.choice(self._pictures)),)
+        said = (Said(pb.ROLE_USER, picture=self._rng.choice(self._pictures)),)
         self._keep(said, None)
 
     def show_another(self) -> None:
         """Another picture in a chat, and a question with it."""
         chat = self._any()
-        if len(chat.said) > 12 or chat.said[-1].role != "assistant":
+        if len(chat.said) > 12 or chat.said[-1].role != pb.ROLE_ASSISTANT:
             return
         picture = self._rng.choice(self._pictures)
         question = ask_any(self._rng, picture.scene)
-        self._answer(chat, Said("user", question.text, picture), picture, question)
+        self._answer(chat, Said(pb.ROLE_USER, question.text, picture), picture, question)
 
     def ask(self) -> None:
         """A question behind a snapshot, whose answer becomes a snapshot."""
         chat = self._any()
         question = ask_any(self._rng, chat.picture.scene)
-        self._answer(chat, Said("user", question.text), chat.picture, question)
+        self._answer(chat, Said(pb.ROLE_USER, question.text), chat.picture, question)
 
     def fork(self) -> None:
         """Three questions behind one snapshot, each in a child of its own."""
         parent = self._any()
         questions = [ask_any(self._rng, parent.picture.scene) for _ in range(3)]
-        asked = [(Said("user", question.text),) for question in questions]
+        asked = [(Said(pb.ROLE_USER, question.text),) for question in questions]
         request = inference_pb.ForkRequest(
             parent=parent.name, branches=[inference_pb.ForkBranch(append=input_of(one)) for one in asked]
         )
         made = self.server.inference.Fork(request, timeout=PATIENCE)
-        adds_up(made.usage)
+        _whole(made.usage)
         self.counts["forks"] += 1
         for child, one, question in zip(made.snapshots, asked, questions, strict=True):
             answer = generate(self.server, greedy(None, parent=child.name, stopping=STOPPING))
@@ -149,7 +155,7 @@ class Shuffle:
             return
         request = inference_pb.RollbackRequest(source=chat.name, token_count=chat.before.tokens)
         made = self.server.inference.Rollback(request, timeout=PATIENCE)
-        adds_up(made.usage)
+        _whole(made.usage)
         assert made.snapshot.token_count == chat.before.tokens
         self.counts["rollbacks"] += 1
         before = chat.before
@@ -162,7 +168,7 @@ class Shuffle:
             before=before.before,
         )
         question = ask_any(self._rng, before.picture.scene)
-        self._answer(back, Said("user", question.text), before.picture, question)
+        self._answer(back, Said(pb.ROLE_USER, question.text), before.picture, question)
 
     def trim(self) -> None:
         """State goes, wholly or in part."""
@@ -197,7 +203,7 @@ class Shuffle:
         durable, options = self._options()
         request = inference_pb.CreateSnapshotRequest(input=input_of(said, open_turn=False), options=options)
         made = self.server.inference.CreateSnapshot(request, timeout=PATIENCE)
-        adds_up(made.usage)
+        _whole(made.usage)
         picture = next(each.picture for each in reversed(said) if each.picture is not None)
         self.chats.append(
             Chat(
@@ -223,7 +229,7 @@ class Shuffle:
             Chat(
                 name=kept.name,
                 tokens=kept.token_count,
-                said=(*said, Said("assistant", answer.text)),
+                said=(*said, Said(pb.ROLE_ASSISTANT, answer.text)),
                 picture=picture,
                 durable=durable,
                 before=chat,
@@ -252,12 +258,12 @@ def cold() -> Iterator[LiveServer]:
 
 def test_answers_about_pictures_never_trained_on_are_right(cold: LiveServer) -> None:
     rng = random.Random("pictures")
-    answers = []
+    answers: list[tuple[str, str, str]] = []
     while len(answers) < 12:
         picture = Picture(make_scene(rng, held_out=True), 192)
         question = ask(rng, picture.scene, rng.choice(LEARNT))
         if question is not None:
-            answer = generate(cold, greedy(input_of((Said("user", question.text, picture),)), stopping=STOPPING))
+            answer = generate(cold, greedy(input_of((Said(pb.ROLE_USER, question.text, picture),)), stopping=STOPPING))
             answers.append((question.text, question.answer, answer.text))
     assert sum(right == given for _, right, given in answers) >= 10, answers
 
@@ -272,7 +278,7 @@ def test_500_shuffled_questions_are_answered_from_their_own_picture(tmp_path: Pa
         shuffle.server.close()
     counts = shuffle.counts
     assert not shuffle.wrong_state, shuffle.wrong_state[:3]
-    assert counts["right"] >= 0.85 * counts["cases"], counts
+    assert counts["right"] >= 0.8 * counts["cases"], counts
     # The shuffle went through what it is about.
     assert min(counts[what] for what in ("forks", "rollbacks", "trims", "chats after a restart")) >= 5, counts
     assert counts["restarts"] == 3 and counts["restored"] >= 250, counts
