@@ -51,7 +51,7 @@ def test_a_twenty_turn_agent_reuses_nine_tenths_of_its_prompts(tmp_path: Path) -
 
 
 TOOLS_TEMPLATE = """\
-{%- if tools %}{{ '<|im_start|>system\n' }}You call tools: <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools:
+{%- if tools %}{{ '<|im_start|>system\n' }}Call tools so: <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools:
 {%- for tool in tools %}{{ '\n' + (tool.function | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
 {%- for m in messages %}
 {%- set tool = m.role == 'tool' %}
