@@ -3,17 +3,20 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
+TRAINING ?= build/tiny-vision
 RELEASED := proto/released/kvfork.v1.binpb
 # Test files run side by side in so many processes, one thread each; a file's tests stay together.
 WORKERS ?= 2
+STORIES := reasoning_stripped tree_search tool_pause shared_system_prompt crash_and_resume best_of_n \
+	langgraph_time_travel
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).
 export KVFORK_ACCEPT_GEMMA_TERMS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve chat test test-slow soak fuzz families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
-        bench clean
+.PHONY: help setup demo examples serve chat test test-slow soak fuzz fuzz-rpc families check lint release-contract type gen gen-check gen-clients gen-clients-check conformance \
+        train-vision eval-vision bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,11 +29,14 @@ $(VENV)/.done: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar on --upgrade pip
-	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,gateway,vision,cpu,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,gateway,inspector,vision,cpu,dev]'
 	@touch $@
 
-demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3)
+demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3, MODEL=tiny-vision)
 	$(BIN)/kvfork demo --model $(MODEL) $(ARGS)
+
+examples: setup ## Play what orchestrators do with it, each example held to its own figures (a few minutes)
+	@for story in $(STORIES); do echo; echo "== $$story"; $(BIN)/python clients/python/examples/$$story.py $(ARGS) || exit 1; done
 
 serve: setup ## Serve a model on 127.0.0.1:50051 (MODEL=..., ARGS="--max-batch 4")
 	$(BIN)/kvfork serve --model $(MODEL) $(ARGS)
@@ -49,6 +55,9 @@ soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant
 
 fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
 	$(BIN)/python tests/kvcache/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
+
+fuzz-rpc: setup ## Random messages, valid and not, against every RPC of a running server (MINUTES=10)
+	$(BIN)/python -m tests.e2e.fuzz_rpc --minutes $(or $(MINUTES),10) $(ARGS)
 
 families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)
@@ -71,6 +80,12 @@ gen: setup ## Regenerate the stubs from proto/
 
 gen-check: gen ## Fail if the committed stubs differ from what proto/ gives
 	git diff --exit-code -- proto
+
+train-vision: setup ## Train tiny-vision anew, or go on with it (single core)
+	$(BIN)/python -m service.models.vision.train --work $(TRAINING) $(ARGS)
+
+eval-vision: setup ## Ask tiny-vision a thousand questions about held-out pictures
+	$(BIN)/python -m service.models.vision.evaluate $(ARGS)
 
 gen-clients: setup ## Regenerate what the other languages' clients have of proto/ (ARGS=go for one of them)
 	$(BIN)/python clients/generate.py $(ARGS)

@@ -20,10 +20,12 @@ from kvcache.journal import Journal
 from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
 from kvcache.media import MediaTag
+from kvcache.pinned import PinnedBytes
 from kvcache.records import RecordKind
 from kvcache.snapshots import (
     GoneReason,
     NotDurableSnapshot,
+    PinnedBytesLimit,
     Snapshot,
     SnapshotBusy,
     SnapshotRegistry,
@@ -45,6 +47,7 @@ class CacheLimits:
 
     max_snapshots: int = 10_000
     max_pinned: int = 100
+    max_pinned_bytes: int | None = None  # of state, each record once; None: no limit
     default_ttl: float = 3600.0
     max_ttl: float = 7 * 24 * 3600.0
 
@@ -117,6 +120,7 @@ class NamedSnapshots:
         self._snapshots = SnapshotRegistry(
             max_per_owner=limits.max_snapshots, max_pinned=limits.max_pinned, forget=self._forget
         )
+        self._pinned = PinnedBytes(store.size)
         self._changes = ChangeLog(2 * limits.max_snapshots)  # one call can drop all that an owner has
         self._tell: Callable[[str], None] = lambda owner: None
         self.ended: Counter[GoneReason] = Counter()  # names, since the start
@@ -137,10 +141,13 @@ class NamedSnapshots:
                 self._keep_media(snapshot)
                 self.store.claim(self._stock.records_of(snapshot.node))
                 if snapshot.pinned:
-                    self.store.pin(self._stock.records_of(snapshot.node))
+                    self._pin(snapshot)
 
     def add_snapshot(self, owner: str, node: Node, keep: Keep, *, parent: Snapshot | None) -> Snapshot:
-        """Names the prefix that ends at `node`. Raises TakenSnapshotId or SnapshotLimit; then nothing has changed."""
+        """Names the prefix that ends at `node`.
+
+        Raises TakenSnapshotId, SnapshotLimit or PinnedBytesLimit; then nothing has changed.
+        """
         assert node.parent is not None, "the empty prefix has no name"
         now = self._clock()
         ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
@@ -160,20 +167,33 @@ class NamedSnapshots:
         )
         with self._lock:
             self._snapshots.expire(now)
+            if snapshot.pinned and not self._snapshots.taken(owner, snapshot.id):
+                self._check_pin(snapshot)
             self._snapshots.add(snapshot)
             self._log(snapshot.owner, Change(snapshot.id, None, snapshot.labels))
             self._keep_media(snapshot)
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
             if snapshot.pinned:
-                self.store.pin(self._stock.records_of(snapshot.node))
+                self._pin(snapshot)
         return snapshot
 
     def check_room(self, owner: str, *, count: int, pinned: int) -> None:
-        """Raises SnapshotLimit if so many more snapshots would not fit."""
+        """Raises SnapshotLimit if so many more snapshots would not fit, PinnedBytesLimit if nothing more may be pinned.
+
+        What a snapshot keeps is known once it is made: another one may be refused then.
+        """
         with self._lock:
             self._snapshots.expire(self._clock())
             self._snapshots.check_room(owner, count=count, pinned=pinned)
+            most, have = self.limits.max_pinned_bytes, self._pinned.of(owner)
+            if pinned and most is not None and have >= most:
+                raise PinnedBytesLimit("", limit=most, have=have, more=0)
+
+    def pinned_bytes(self, owner: str) -> int:
+        """State that the owner's pins keep from eviction."""
+        with self._lock:
+            return self._pinned.of(owner)
 
     def snapshot(self, owner: str, snapshot_id: str) -> Snapshot:
         """Raises UnknownSnapshot or GoneSnapshot."""
@@ -229,13 +249,17 @@ class NamedSnapshots:
         ttl: float | None = None,
         pinned: bool | None = None,
     ) -> None:
-        """Changes what can change. Raises SnapshotLimit on one pin too many; then nothing has changed."""
+        """Changes what can change.
+
+        Raises SnapshotLimit or PinnedBytesLimit on one pin too many; then nothing has changed.
+        """
         with self._lock:
             if pinned and not snapshot.pinned:
                 self._snapshots.check_room(snapshot.owner, count=0, pinned=1, snapshot_id=snapshot.id)
-                self.store.pin(self._stock.records_of(snapshot.node))
+                self._check_pin(snapshot)
+                self._pin(snapshot)
             if pinned is False and snapshot.pinned:
-                self.store.unpin(self._stock.records_of(snapshot.node))
+                self._unpin(snapshot)
             if pinned is not None:
                 snapshot.pinned = pinned
             before = snapshot.labels
@@ -286,18 +310,20 @@ class NamedSnapshots:
             if self._snapshots_gone(snapshot):
                 return
             if node is snapshot.node:
+                if snapshot.pinned:
+                    self._pinned.told(snapshot.owner, self._stock.records_of(node))
                 self._record_move(snapshot)  # what was computed again is to be on disk again
                 return
             assert node.end == snapshot.node.end and node.content == snapshot.node.content
             pinned = snapshot.pinned
             if pinned:
-                self.store.unpin(self._stock.records_of(snapshot.node))
+                self._unpin(snapshot)
             old, snapshot.node = snapshot.node, node
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
             self.store.disclaim(self._stock.records_of(old))
             if pinned:
-                self.store.pin(self._stock.records_of(snapshot.node))
+                self._pin(snapshot)
             self._record_move(snapshot)
             self._stock.unhold(old)
 
@@ -386,7 +412,7 @@ class NamedSnapshots:
         self.ended[reason] += 1
         self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, None, reason))
         if snapshot.pinned:
-            self.store.unpin(self._stock.records_of(snapshot.node))
+            self._unpin(snapshot)
         self.store.disclaim(self._stock.records_of(snapshot.node))
         if self._journal is not None and snapshot.recorded:
             self._journal.gone(snapshot)
@@ -394,6 +420,25 @@ class NamedSnapshots:
         if self._media is not None and snapshot.media:
             self._media.let_go(snapshot.owner, snapshot.media)
         self._stock.unhold(snapshot.node)
+
+    def _check_pin(self, snapshot: Snapshot) -> None:
+        most = self.limits.max_pinned_bytes
+        if most is None:
+            return
+        have = self._pinned.of(snapshot.owner)
+        more = self._pinned.more(snapshot.owner, self._stock.records_of(snapshot.node))
+        if have + more > most:
+            raise PinnedBytesLimit(snapshot.id, limit=most, have=have, more=more)
+
+    def _pin(self, snapshot: Snapshot) -> None:
+        records = self._stock.records_of(snapshot.node)
+        self.store.pin(records)
+        self._pinned.add(snapshot.owner, records)
+
+    def _unpin(self, snapshot: Snapshot) -> None:
+        records = self._stock.records_of(snapshot.node)
+        self.store.unpin(records)
+        self._pinned.remove(snapshot.owner, records)
 
     def _keep_media(self, snapshot: Snapshot) -> None:
         if self._media is not None and snapshot.media:

@@ -70,6 +70,17 @@ class SnapshotLimit(SnapshotError):
         self.pinned = pinned
 
 
+class PinnedBytesLimit(SnapshotError):
+    """The owner's pins would keep more state than allowed."""
+
+    def __init__(self, snapshot_id: str, *, limit: int, have: int, more: int) -> None:
+        text = f"pinned snapshots may keep {limit} bytes of state, they keep {have}, and {more} more were to be pinned"
+        super().__init__(snapshot_id, text)
+        self.limit = limit
+        self.have = have
+        self.more = more
+
+
 class SnapshotBusy(SnapshotError):
     """Calls are reading from it."""
 
@@ -161,9 +172,13 @@ class SnapshotRegistry:
         if pinned and sum(s.pinned for s in have.values()) + pinned > self._max_pinned:
             raise SnapshotLimit(snapshot_id, limit=self._max_pinned, pinned=True)
 
+    def taken(self, owner: str, snapshot_id: str) -> bool:
+        """Whether the id is a name already."""
+        return (owner, snapshot_id) in self._by_id
+
     def add(self, snapshot: Snapshot) -> None:
         """Raises TakenSnapshotId or SnapshotLimit; then nothing has changed."""
-        if (snapshot.owner, snapshot.id) in self._by_id:
+        if self.taken(snapshot.owner, snapshot.id):
             raise TakenSnapshotId(snapshot.id, f"snapshot id {snapshot.id} is taken")
         self.check_room(snapshot.owner, count=1, pinned=int(snapshot.pinned), snapshot_id=snapshot.id)
         self._by_id[snapshot.owner, snapshot.id] = snapshot

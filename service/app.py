@@ -8,10 +8,11 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcache.cache import CacheLimits, PrefixCache
 from kvcache.store import StoreConfig, TieredStore
-from service.config import Config, split_metrics_address
+from service.config import Config, split_page_address
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
@@ -25,6 +26,9 @@ from service.text.constraint import Grammars
 from service.text.formats import detect
 from service.text.tokens import TextCodec
 from service.tracing import NoTracer, otlp_tracer
+
+if TYPE_CHECKING:
+    from service.inspector.inspector import Inspector
 
 log = logging.getLogger("kvfork")
 
@@ -61,6 +65,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             limits=CacheLimits(
                 max_snapshots=config.max_snapshots,
                 max_pinned=config.max_pinned,
+                max_pinned_bytes=config.max_pinned_bytes,
                 default_ttl=config.default_ttl,
                 max_ttl=config.max_ttl,
             ),
@@ -125,8 +130,8 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
     """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
 
     Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
-    a durable store and it cannot be opened; CannotStart if metrics have no address to be at, TracesUnavailable without
-    what makes traces.
+    a durable store and it cannot be opened; CannotStart if metrics or the inspector have no address to be at,
+    TracesUnavailable without what makes traces.
     """
     access = Access(config)
     durable: OpenStore | None = None
@@ -137,10 +142,15 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
         core = Core(config, model_name, loader(config, folder, model_name, durable), durable, tracer)
         await core.start()
         metrics: MetricsServer | None = None
+        inspector: Inspector | None = None
         try:
             metrics = await _metrics(core, config, model_name)
-            code = await serve(core, config, ready=ready, access=access)
+            inspector = await _inspector(config, access)
+            inner = inspector.door if inspector is not None else None
+            code = await serve(core, config, ready=ready, access=access, inner=inner)
         finally:
+            if inspector is not None:
+                await inspector.close()
             if metrics is not None:
                 await metrics.close()
             await core.close()
@@ -171,7 +181,7 @@ async def _metrics(core: Core, config: Config, model_name: str) -> MetricsServer
         ended=core.snapshots_ended,
     )
     server = MetricsServer(metrics.page, CONTENT_TYPE)
-    host, port = split_metrics_address(config.metrics)
+    host, port = split_page_address("metrics", config.metrics)
     try:
         address = await server.start(host, port)
     except OSError as error:
@@ -180,6 +190,29 @@ async def _metrics(core: Core, config: Config, model_name: str) -> MetricsServer
         log.warning("metrics are open to whoever reaches %s; they hold numbers, and no names or texts", address)
     log.info("metrics at http://%s/metrics", address)
     return server
+
+
+async def _inspector(config: Config, access: Access) -> Inspector | None:
+    """The inspector's listener, if there is to be one."""
+    if not config.inspector:
+        return None
+    try:
+        from service.inspector.inspector import Inspector
+    except ImportError as error:
+        raise CannotStart(
+            f"the inspector needs the inspector extra: pip install 'kvfork[inspector]' ({error.name})"
+        ) from None
+    host, port = split_page_address("inspector", config.inspector)
+    inspector = Inspector(
+        context=access.tls.context if access.tls is not None else None,
+        names=access.tls.names if access.tls is not None else tuple,
+    )
+    try:
+        address = await inspector.start(host, port)
+    except OSError as error:
+        raise CannotStart(f"cannot listen on {config.inspector} for the inspector: {error.strerror}") from error
+    log.info("inspector at %s", address)
+    return inspector
 
 
 def main(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:

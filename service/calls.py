@@ -62,3 +62,7 @@ class Calls:
     def gave_up(self) -> None:
         """A generation was ended since nobody read it."""
         self._meter.slow_readers += 1
+
+    def refused(self, reason: str) -> None:
+        """A call ends with an error that has this reason, at the door or behind it."""
+        self._meter.refused[reason] += 1

@@ -91,6 +91,7 @@ class Config:
     max_fork_branches: int = 64
     max_snapshots: int = 10_000
     max_pinned: int = 1_000
+    max_pinned_bytes: int | None = None  # None: no limit
     max_watches: int = 16
     default_ttl: float = 3600.0
     max_ttl: float = 7 * 86400.0
@@ -114,6 +115,7 @@ class Config:
     watchdog_seconds: float = 60.0
     engine_restarts: int = 3
     metrics: str = ""  # "" for none
+    inspector: str = ""  # "" for none
     traces: str = "off"
     log_level: str = "info"
     log_format: str = "text"
@@ -123,7 +125,7 @@ class Config:
             raise ConfigError("address: nowhere to listen: give an address or a unix socket")
         self._check_exposure()
         if self.metrics:
-            split_metrics_address(self.metrics)
+            split_page_address("metrics", self.metrics)
         if self.unix_socket is not None and len(os.fsencode(self.unix_socket)) > _LONGEST_SOCKET_PATH:
             raise ConfigError(f"unix_socket: the system takes at most {_LONGEST_SOCKET_PATH} bytes of path")
         if not self.model:
@@ -160,8 +162,9 @@ class Config:
             raise ConfigError(str(error)) from None
         if self.snapshot_wait < 0:
             raise ConfigError("snapshot_wait: must not be negative")
-        if self.daily_write_bytes is not None and self.daily_write_bytes < 0:
-            raise ConfigError("daily_write_bytes: must not be negative")
+        for name in ("daily_write_bytes", "max_pinned_bytes"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative")
         for name in ("write_stall_seconds", "watchdog_seconds", "token_refresh", "request_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
@@ -172,7 +175,7 @@ class Config:
             raise ConfigError("tls_cert: a certificate and its key go together: give tls_cert and tls_key")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ConfigError("tls_client_ca: is of no use without tls_cert and tls_key")
-        if self.tls_cert is not None and not self.address:
+        if self.tls_cert is not None and not self.address and not self.inspector:
             raise ConfigError("tls_cert: is of no use without an address; a unix socket needs no TLS")
         if self.tokens is not None and self.token_command:
             raise ConfigError("tokens: give either it or token_command")
@@ -182,19 +185,24 @@ class Config:
             raise ConfigError("share_prefixes: without authentication there is one owner, who shares with nobody")
         if self.unix_socket is not None and self.authenticates and not self.takes_tokens:
             raise ConfigError("unix_socket: callers there have no certificate: give tokens too")
-        if not self.address:
-            return
-        host, _ = split_address(self.address)
+        if self.inspector and self.authenticates and not self.takes_tokens:
+            raise ConfigError("inspector: a page cannot show a certificate to the calls it makes: give tokens too")
+        if self.address:
+            self._check_listener("address", self.address, split_address(self.address)[0])
+        if self.inspector:
+            self._check_listener("inspector", self.inspector, split_page_address("inspector", self.inspector)[0])
+
+    def _check_listener(self, name: str, address: str, host: str) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
         if self.tls_cert is None:
             raise ConfigError(
-                f'address: "{self.address}" is not loopback: others could read and change what passes. Give tls_cert '
+                f'{name}: "{address}" is not loopback: others could read and change what passes. Give tls_cert '
                 "and tls_key, or listen on 127.0.0.1, [::1] or a unix socket and forward the port"
             )
         if not self.authenticates:
             raise ConfigError(
-                f'address: "{self.address}" is not loopback: whoever reaches it could use every snapshot. Give tokens, '
+                f'{name}: "{address}" is not loopback: whoever reaches it could use every snapshot. Give tokens, '
                 "token_command or tls_client_ca, which say who calls"
             )
 
@@ -323,17 +331,21 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def split_metrics_address(address: str) -> tuple[str, int]:
-    """("127.0.0.1", 9464) from ":9464" or "127.0.0.1:9464"; another host has to be an address, and is as asked for."""
+def split_page_address(name: str, address: str) -> tuple[str, int]:
+    """("127.0.0.1", 9464) from ":9464" or "127.0.0.1:9464"; another host has to be an address, and is as asked for.
+
+    `name` is the setting's, for ConfigError.
+    """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f'metrics: must look like ":9464" or "127.0.0.1:9464", is "{address}"')
+        raise ConfigError(f'{name}: must look like ":9464" or "127.0.0.1:9464", is "{address}"')
+    host = "127.0.0.1" if host == "localhost" else host
     try:
-        ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        ipaddress.ip_address(host)
     except ValueError:
-        raise ConfigError(f'metrics: must be an IP address or localhost, is "{address}"') from None
-    return "127.0.0.1" if host == "localhost" else host, int(port)
+        raise ConfigError(f'{name}: must be an IP address or localhost, is "{address}"') from None
+    return host, int(port)
 
 
 def parse_size(text: str) -> int:
@@ -514,6 +526,13 @@ OPTIONS = (
     Option("max_fork_branches", _parse_count, "N", "most children of one Fork"),
     Option("max_snapshots", _parse_count, "N", "most snapshots of one caller"),
     Option("max_pinned", _parse_count, "N", "most of them pinned, which neither time nor memory pressure removes"),
+    Option(
+        "max_pinned_bytes",
+        parse_size,
+        "SIZE",
+        "most model state that the pinned snapshots of one caller keep, in memory and on disk, shared prefixes once "
+        "(default: no limit)",
+    ),
     Option("max_watches", _parse_count, "N", "most snapshot watches of one caller at a time"),
     Option(
         "default_ttl",
@@ -649,6 +668,13 @@ OPTIONS = (
         _parse_address,
         "[HOST]:PORT",
         "serve Prometheus metrics at http://HOST:PORT/metrics; without a host on loopback alone",
+    ),
+    Option(
+        "inspector",
+        _parse_address,
+        "[HOST]:PORT",
+        "serve the inspector, a page to look at snapshots and use them, at http://HOST:PORT/, without a host on "
+        "loopback alone; with the certificate and tokens of the address, if there are such (needs the inspector extra)",
     ),
     Option(
         "traces",

@@ -44,6 +44,10 @@ class Observer(Protocol):
         """A generation was ended since nobody read it."""
         ...
 
+    def refused(self, reason: str) -> None:
+        """A call ends with an error that has this reason, at the door or behind it."""
+        ...
+
 
 class Inference(Protocol):
     """Everything a servicer may ask for. Runs on the asyncio loop; raises `service.errors.CallError` only.

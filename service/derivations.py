@@ -153,7 +153,9 @@ class Derivations:
             else:
                 nodes.append(cache.hold(parent.node))
         seen = sum(span.end - span.start for span in parent.images)
-        return nodes, _fork_usage(_untouched(cache, parent.node), usages, parent_images=seen)
+        return nodes, _fork_usage(
+            _untouched(cache, parent.node), usages, parent_tokens=parent.token_count, parent_images=seen
+        )
 
     async def rollback(self, call: RollbackCall, owner: str) -> RolledBack:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
@@ -346,18 +348,24 @@ def _untouched(cache: PrefixCache, node: Node) -> Usage:
     )
 
 
-def _fork_usage(untouched: Usage, usages: list[Usage], *, parent_images: int) -> Usage:
-    """Over all branches that added tokens; the parent (`untouched`, with so many image positions) counts once."""
+def _fork_usage(untouched: Usage, usages: list[Usage], *, parent_tokens: int, parent_images: int) -> Usage:
+    """Over all branches that added tokens; the parent (`untouched`, with so many image positions) counts once.
+
+    A branch like an earlier one is restored beyond its parent: then more is cached than the parent has.
+    """
     if not usages:
         return untouched
-    parent_tokens = usages[0].prompt_tokens - usages[0].new_tokens
     dearest = max(usages, key=lambda u: u.recomputed_tokens)
-    new = sum(u.prompt_tokens - parent_tokens for u in usages)
+    prompt = parent_tokens + sum(u.prompt_tokens - parent_tokens for u in usages)
+    new = sum(u.new_tokens for u in usages)
+    cached = prompt - dearest.recomputed_tokens - new
     return replace(
         dearest,
-        prompt_tokens=parent_tokens + new,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
         new_tokens=new,
         image_tokens=parent_images + sum(u.image_tokens - parent_images for u in usages),
+        memory_tokens=cached - dearest.disk_tokens,
         disk_bytes_read=sum(u.disk_bytes_read for u in usages),
         diverged_at=parent_tokens,
     )

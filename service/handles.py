@@ -16,6 +16,7 @@ from kvcache.snapshots import (
     GoneReason,
     GoneSnapshot,
     NotDurableSnapshot,
+    PinnedBytesLimit,
     Snapshot,
     SnapshotBusy,
     SnapshotError,
@@ -81,6 +82,13 @@ def translated() -> Iterator[None]:
             hint="delete snapshots, or unpin some" if error.pinned else "delete snapshots, or let them expire",
             reason="PIN_QUOTA" if error.pinned else "SNAPSHOT_QUOTA",
             metadata={"limit": str(error.limit)},
+        ) from None
+    except PinnedBytesLimit as error:
+        raise SnapshotQuota(
+            str(error),
+            hint="unpin or delete some",
+            reason="PIN_QUOTA",
+            metadata={"limitBytes": str(error.limit), "pinnedBytes": str(error.have), "neededBytes": str(error.more)},
         ) from None
     except SnapshotBusy as error:
         name = full_name(error.snapshot_id)

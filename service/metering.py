@@ -35,6 +35,7 @@ class Meter:
         self.sequences: Counter[tuple[str, str]] = Counter()  # (generation or snapshot, how it ended)
         self.stream_waits = 0.0  # seconds that writes to readers took
         self.slow_readers = 0
+        self.refused: Counter[str] = Counter()  # calls that ended with an error of the contract's, by its reason
 
     # -- event loop -----------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def orders(tick: Tick, rows: Rows, opened: Iterable[Sequence], sight: Sight) -> 
         leave=tuple(row for row in tick.save if row in rows),
         open=tuple(_open_order(seq, sight) for seq in opened if seq.row in rows),
         give=sight.take_given(),
-        encode=sight.orders(tick.encode),
+        encode=sight.orders(tick.encode, beside=bool(decode)),
         prefill=tuple(made.prefill),
         sample=tuple(row for row in tick.finish_prefill if row in rows and rows[row].samples_next),
         decode=Decode(rows=decode, shared=shared, captures=made.captures) if decode else None,

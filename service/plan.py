@@ -7,6 +7,7 @@ A row is one sequence's state inside the engine, named by a small integer that i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
@@ -79,9 +80,14 @@ class TowerImage(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encode:
-    """One image for the vision tower; its features are kept in the engine and handed out."""
+    """One image for the vision tower; its features are kept in the engine and handed out.
+
+    `seconds`: so long this step goes on with the tower, part by part, a part being a layer or half of one; one part is
+    always made. An image that is not through then is in the result's `encoding`, and goes on with its next order.
+    """
 
     image: TowerImage
+    seconds: float = math.inf
 
     @property
     def key(self) -> MediaKey:
@@ -196,6 +202,7 @@ class StepResult:
     captured: dict[RowId, Payloads] = field(default_factory=dict)
     passed: dict[RowId, tuple[Payloads, ...]] = field(default_factory=dict)  # as in the prefill call's `passed`
     encoded: dict[MediaKey, bytes | bytearray] = field(default_factory=dict)  # features, to be given again
+    encoding: set[MediaKey] = field(default_factory=set)  # ordered, and not through the tower yet
     unencoded: dict[MediaKey, Exception] = field(default_factory=dict)
     failed: dict[RowId, Exception] = field(default_factory=dict)
     lost: dict[RowId, Exception] = field(default_factory=dict)

@@ -99,7 +99,7 @@ class Rows:
         """`closed`: the engine has forgotten the row already."""
         seq = self._sequences[row]
         state = self._scheduler.state(row)
-        if state is State.DECODE and seq.position < seq.prompt_tokens:
+        if state in (State.DECODE, State.DONE) and seq.position < seq.prompt_tokens:
             state = State.PREFILL  # the plan was ahead of the step
         error = row_failure(failure, row=row, call=state.value, position=seq.position)
         self.end(row, Failed(error), closed=closed)

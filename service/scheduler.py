@@ -13,8 +13,9 @@ be stored, it is paused: it makes no prefill call. Calls that touch an image wai
 * **Prefill.** A budget of tokens a tick, small while rows decode, so that their gap stays below one call and one step.
   Ticks take turns: the first in rank goes first, then the one with least left. A long prompt has every second turn
   whatever comes; a short one waits for one call at most, beside shorter ones.
-* **Images.** One is encoded in a tick, the first in rank first. While rows decode, such a tick makes no prefill call,
-  and ticks with and without an image take turns, so that neither text nor images wait for all of the other.
+* **Images.** One is encoded in a tick, the first in rank first. While rows decode, it goes part of the way in a tick,
+  which makes no prefill call then; and ticks with and without an image take turns, so that neither text nor images wait
+  for all of the other.
 * **Decode.** All rows that decode step in every tick, in one call unless padding costs more (`footprint`).
 """
 

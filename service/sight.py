@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from service.work import Work, WorkImage
 
 log = logging.getLogger("kvfork.sight")
 
+TOWER_SECONDS = 0.25  # for an image between two tokens of those who write, unless one part of the tower takes longer
 AHEAD = 2  # images whose inputs are made or wait for the tower at the same time: they take more bytes than pixels
 
 
@@ -123,13 +125,14 @@ class Sight:
         given, self._give = self._give, []
         return tuple(each for each in given if each.key in self._images)
 
-    def orders(self, keys: Iterable[MediaKey]) -> tuple[Encode, ...]:
-        """What the scheduler has chosen to be encoded."""
+    def orders(self, keys: Iterable[MediaKey], *, beside: bool) -> tuple[Encode, ...]:
+        """What the scheduler has chosen to be encoded: a while at a time `beside` rows that decode."""
         orders: list[Encode] = []
         for key in keys:
             image = self._images.get(key)
             if image is not None and image.inputs is not None:
-                orders.append(Encode(image=replace(image.inputs, key=key)))
+                seconds = TOWER_SECONDS if beside else math.inf
+                orders.append(Encode(image=replace(image.inputs, key=key), seconds=seconds))
         return tuple(orders)
 
     def waiting_for(self, keys: Iterable[MediaKey]) -> set[RowId]:
@@ -146,6 +149,10 @@ class Sight:
             record = RecordId(key, RecordKind.FEATURES)
             self._cache.store.put(record, payload, explicit=False, key_id=self._cache.root(image.owner).key_id)
             self._is_there(image)
+        for key in result.encoding:
+            image = self._images.get(key)
+            if image is not None:
+                self._scheduler.offer_image(key, image.rows)
         for key in result.unencoded:  # the engine has ended the rows that needed it
             image = self._images.get(key)
             if image is not None:

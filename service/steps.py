@@ -180,7 +180,7 @@ class Steps:
         now = self._clock()
         rows, plan = self.rows, ordered.plan
         self._totals.stepped(plan, result)
-        for row in self._sight.waiting_for(result.encoded):
+        for row in self._sight.waiting_for([*result.encoded, *result.encoding]):
             if row in rows:
                 rows[row].prefill_seconds += result.encode_seconds
         self._sight.encodings(result)

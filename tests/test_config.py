@@ -90,6 +90,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "max_fork_branches": "6",
         "max_snapshots": "7",
         "max_pinned": "8",
+        "max_pinned_bytes": "28MiB",
         "default_ttl": "9s",
         "max_ttl": "10m",
         "default_max_tokens": "11",
@@ -111,6 +112,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "watchdog_seconds": "17s",
         "engine_restarts": "18",
         "metrics": ":9464",
+        "inspector": "[::1]:8080",
         "traces": "OTLP",
         "log_level": "debug",
         "log_format": "json",
@@ -146,6 +148,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         max_fork_branches=6,
         max_snapshots=7,
         max_pinned=8,
+        max_pinned_bytes=28 * MIB,
         default_ttl=9.0,
         max_ttl=600.0,
         default_max_tokens=11,
@@ -166,6 +169,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         watchdog_seconds=17.0,
         engine_restarts=18,
         metrics=":9464",
+        inspector="[::1]:8080",
         traces="otlp",
         log_level="debug",
         log_format="json",
@@ -182,13 +186,34 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
     ],
 )
 def test_metrics_are_on_loopback_unless_a_host_is_named(address: str, parts: tuple[str, int]):
-    assert settings.split_metrics_address(address) == parts
+    assert settings.split_page_address("metrics", address) == parts
 
 
 @pytest.mark.parametrize("address", ["9464", "example.org:9464", ":port", ":70000", "[::1]"])
 def test_a_metrics_address_that_is_none_is_refused(address: str):
     with pytest.raises(ConfigError, match="metrics: "):
         configured("--metrics", address)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--inspector", "0.0.0.0:80"), "inspector: .*is not loopback"),
+        (("--inspector", "kvfork.example.org:80"), "inspector: must be an IP address"),
+        (("--inspector", "8080"), "inspector: must look like"),
+        (("--inspector", "0.0.0.0:80", "--tls-cert", "c", "--tls-key", "k"), "inspector: .*whoever reaches it"),
+        (
+            ("--inspector", ":80", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"),
+            "inspector: a page cannot show a certificate",
+        ),
+    ],
+)
+def test_an_inspector_is_where_calls_of_the_address_could_be(flags: tuple[str, ...], says: str):
+    with pytest.raises(ConfigError, match=says):
+        configured(*flags)
+    secured = ("--tls-cert", "c", "--tls-key", "k", "--tokens", "t")
+    assert configured("--inspector", "0.0.0.0:443", *secured).inspector == "0.0.0.0:443"
+    assert configured("--inspector", "0.0.0.0:443", "--address", "unix:/run/k", *secured).tls_cert == Path("c")
 
 
 def test_a_bare_switch_switches_on():
@@ -326,6 +351,7 @@ def test_a_unix_socket_alone():
         {"prefill_budget": 0},
         {"max_queue": -1},
         {"max_pinned": -1},
+        {"max_pinned_bytes": -1},
         {"memory_bytes": -1},
         {"disk_bytes": -1},
         {"drain_seconds": -1.0},

@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "service": ROOT,
     "kvcache": ROOT,
-    "kvfork_client": ROOT / "clients" / "python",
-    "kvfork_gateway": ROOT / "clients" / "python",
+    **dict.fromkeys(("kvfork_client", "kvfork_gateway", "kvfork_langgraph"), ROOT / "clients" / "python"),
 }
 
 # The joints of the layout: a rule about a module that is gone would hold for ever.
@@ -33,6 +32,7 @@ MUST_EXIST = (
     "service.engine",
     "service.errors",
     "service.events",
+    "service.inspector.inspector",
     "service.loop",
     "service.models",
     "service.plan",
@@ -88,6 +88,8 @@ ONLY: dict[str, tuple[str, ...]] = {
         "service.request",
         "kvcache.receipt",
     ),
+    # A client of the contract like any other: what it may see and do is the door's to say.
+    "service.inspector": ("grpc", "grpc_status", "google", "kvfork", "h11", "service.inspector"),
     "service.core_api": ("service.events", "service.request"),
     "service.request": (),
     "service.errors": (),
@@ -96,6 +98,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.config_file": (),
     "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
+    "kvfork_langgraph": ("kvfork_client", "kvfork_langgraph", "langgraph", "langchain_core"),
     # A client of the contract: all that it knows of a server it has from there.
     "kvfork_gateway": ("kvfork_client", "kvfork_gateway", "uvicorn"),
 }
@@ -104,14 +107,17 @@ ONLY: dict[str, tuple[str, ...]] = {
 IMPORTERS: dict[str, tuple[str, ...]] = {
     "mlx": ("service.engine", "service.models", "kvcache.mlx_arrays"),
     "mlx_lm": ("service.engine", "service.models"),
-    "grpc": ("service.rpc", "kvfork_client"),
+    "grpc": ("service.rpc", "service.inspector", "kvfork_client"),
     "llguidance": ("service.text.constraint",),
-    "kvfork": ("service.rpc", "kvfork_client"),
+    "langgraph": ("kvfork_langgraph",),
+    "kvfork": ("service.rpc", "service.inspector", "kvfork_client"),
+    "h11": ("service.inspector.http",),
     "prometheus_client": ("service.metrics.collector",),
     "opentelemetry": ("service.tracing",),
     "uvicorn": ("kvfork_gateway.serving", "service.cli.gateway"),
     "kvfork_gateway": ("kvfork_gateway", "service.cli.gateway"),
     "service.app": ("service.cli",),
+    "service.inspector": ("service.inspector", "service.app"),
     "service.cli": ("service.cli", "service.__main__"),
     "service.rpc": ("service.rpc", "service.app", "service.cli.serve"),
     "kvcache.mlx_arrays": ("service.engine", "service.app"),

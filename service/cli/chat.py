@@ -241,6 +241,8 @@ class _Loop:
             self._images.append(Image.file(path))
         except OSError as error:
             self._say(f"{path}: {error.strerror}", event="error")
+        except ValueError as error:
+            self._say(str(error), event="error")
 
     def _receipt(self) -> None:
         finished = self._last.finished if self._last else None

@@ -46,6 +46,7 @@ _REGISTER = " ".join(
 _QUESTION = "How do I get to the railway station tonight?"
 _BRANCHES = ("Answer in one short sentence.", "Answer as a list of two steps.", "Answer for a child.")
 _NEXT_TURN = "And when is breakfast?"
+_SEES = "tiny-vision"  # the model whose story is of pictures
 _SAID = "Gladly."  # what is left of an answer once the rest was dropped
 
 
@@ -55,7 +56,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "demo",
         help="see a generation, a fork and a rollback with their receipts",
         description="Start a server on loopback and play a short story through the public client.",
-        epilog="examples:\n  kvfork demo\n  kvfork demo --model gemma3      the sliding-window model",
+        epilog="examples:\n  kvfork demo\n  kvfork demo --model gemma3       the sliding-window model\n"
+        "  kvfork demo --model tiny-vision  questions about two pictures",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="smollm2", help="a name from `kvfork models list`, or an MLX model folder")
@@ -76,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
     with _server(args.model) as address, Client(address, timeout=600) as client:
         _wait_until_loaded(client)
+        if args.model == _SEES:
+            from service.cli.demo_pictures import PictureStory  # Pillow is of the vision extra
+
+            return PictureStory(client).play()
         return _Story(client, args.tokens).play()
 
 

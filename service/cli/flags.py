@@ -95,7 +95,7 @@ def images(args: argparse.Namespace) -> list[Image]:
 
     try:
         return [Image.file(path) for path in args.image]
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"--image: {error}") from None
 
 

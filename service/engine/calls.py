@@ -20,6 +20,10 @@ Features = dict[str, mx.array]
 """What a vision tower made of one image, by names that its model's calls know."""
 
 
+class Pass(Protocol):
+    """One image on its way through the tower."""
+
+
 class NoImages(TypeError):
     """The model sees no images."""
 
@@ -58,8 +62,15 @@ class Calls(Protocol):
         """Feeds one token a row; next-token logits (rows, vocab)."""
         ...
 
-    def encode(self, image: TowerImage) -> Features:
-        """The features of one image, not evaluated yet."""
+    def new_pass(self) -> Pass:
+        """For an image that is to be encoded."""
+        ...
+
+    def encode_some(self, image: TowerImage, under_way: Pass, seconds: float) -> Features | None:
+        """Takes an image further through the tower for so long: its features, evaluated; None: there is more to do.
+
+        `under_way` is the image's own, and of no use after an error.
+        """
         ...
 
 
@@ -93,7 +104,10 @@ class TextCalls:
     def decode(self, fed: Sequence[Fed], caches) -> mx.array:
         return self._model(mx.array([row.token for row in fed], dtype=mx.uint32)[:, None], cache=caches)[:, -1, :]
 
-    def encode(self, image: TowerImage) -> Features:
+    def new_pass(self) -> Pass:
+        raise NoImages("this model sees no images")
+
+    def encode_some(self, image: TowerImage, under_way: Pass, seconds: float) -> Features | None:
         raise NoImages("this model sees no images")
 
 

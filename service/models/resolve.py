@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from service.models import cache_dir, folder, wheels
 from service.models.errors import BadModelFolder, ConversionFailed, DownloadFailed, TermsNotAccepted, UnknownModel
 from service.models.progress import Progress, StderrProgress
-from service.models.registry import KNOWN, GgufModel, Terms, TinyModel, TinyVisionModel
+from service.models.registry import KNOWN, GgufModel, Terms, TinyModel, TinyVisionModel, TrainedModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The files that mlx-lm reads.
@@ -66,6 +66,8 @@ def ensure(
                 folder.publish(final, lambda partial: _build_tiny(model, partial))
             elif isinstance(model, TinyVisionModel):
                 folder.publish(final, lambda partial: _build_tiny_vision(model, partial))
+            elif isinstance(model, TrainedModel):
+                folder.publish(final, lambda partial: _build_trained(model, partial))
             else:
                 _get(model, final, progress)
     return final
@@ -149,6 +151,19 @@ def _build_tiny_vision(model: TinyVisionModel, partial: Path) -> None:
         converter=model.converter,
         source={"random_weights_of": model.name},
         versions=_versions("kvfork", "mlx-vlm", "tokenizers", "numpy"),
+    )
+
+
+def _build_trained(model: TrainedModel, partial: Path) -> None:
+    from service.models.vision.folder import build  # its libraries take a second to import
+
+    build(partial)
+    folder.write_manifest(
+        partial,
+        name=model.name,
+        converter=model.converter,
+        source={"trained_by": "python -m service.models.vision.train"},
+        versions=_versions("kvfork", "tokenizers", "numpy"),
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from service.models import cache_dir, folder
 from service.models.errors import BadModelFolder, UnknownModel
-from service.models.registry import KNOWN, GgufModel
+from service.models.registry import KNOWN, GgufModel, TrainedModel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def _status(name: str) -> ModelStatus:
         state=_state(path, model.converter) if here else "absent",
         path=path if here else None,
         size=sum(file.stat().st_size for file in path.iterdir()) if here else 0,
-        license=model.license if isinstance(model, GgufModel) else "none needed",
+        license=model.license if isinstance(model, GgufModel | TrainedModel) else "none needed",
         summary=model.summary,
     )
 

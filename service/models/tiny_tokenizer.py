@@ -52,7 +52,7 @@ IMAGE_CHAT_TEMPLATE = (
 )
 
 # Some of everything that a prompt in a test holds, so that its words become tokens of more than one byte.
-_TEXT = """
+SAMPLE_TEXT = """
 You are a helpful assistant. Answer the question of the user in one short sentence, then stop.
 The system reads the prompt once, keeps the state at its end, and lets several branches grow from it.
 A branch can be dropped without a trace. Another branch goes on from the same place, and its first token
@@ -85,23 +85,32 @@ def build_tiny_tokenizer(model_type: str, more: Sequence[str] = ()) -> Tokenizer
 
     `more`: special tokens besides, from id VOCAB_SIZE on.
     """
+    lines = SAMPLE_TEXT.splitlines(keepends=True)
+    tokenizer = train_tokenizer(model_type, text=lines, specials=_SPECIALS, tags=_TAGS, vocab_size=VOCAB_SIZE)
+    if more:
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
+    return tokenizer
+
+
+def train_tokenizer(
+    model_type: str, *, text: Sequence[str], specials: Sequence[str], tags: Sequence[str], vocab_size: int
+) -> Tokenizer:
+    """A tokenizer trained on `text`: ids start with `specials` and `tags` (which decoding keeps) in their order."""
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[*_SPECIALS, *_TAGS],
+        vocab_size=vocab_size,
+        special_tokens=[*specials, *tags],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     trained = _with_words(Tokenizer(models.BPE()), model_type)
-    trained.train_from_iterator(_TEXT.splitlines(keepends=True), trainer)
+    trained.train_from_iterator(text, trainer)
     # The trainer marks all that it was given as special, so its vocabulary moves to a tokenizer that marks them right.
     learned = json.loads(trained.to_str())["model"]
     merges = [(left, right) for left, right in learned["merges"]]
     tokenizer = _with_words(Tokenizer(models.BPE(vocab=learned["vocab"], merges=merges)), model_type)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TAGS])
-    if more:
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in more])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tags])
     return tokenizer
 
 

@@ -380,7 +380,11 @@ RECIPES: dict[str, Recipe] = {
 
 def build_tiny_vision(name: str, folder: Path) -> None:
     """Write the tiny model `name` into the existing `folder`: weights, configuration, tokenizer and processor."""
-    recipe = RECIPES[name]
+    write_recipe(RECIPES[name], name, folder)
+
+
+def write_recipe(recipe: Recipe, name: str, folder: Path) -> None:
+    """The same for a recipe of another size; `name` decides its values."""
     config = {**recipe.config, "vocab_size": _VOCAB, "eos_token_id": EOS, "pad_token_id": PAD, "dtype": "float32"}
     shapes = _parameter_shapes(config)
     weights = [Tensor(name=key, shape=shape, load=partial(_value, name, key, shape)) for key, shape in shapes.items()]

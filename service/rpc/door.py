@@ -41,9 +41,15 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic to type checke
 class Door(grpc.aio.ServerInterceptor):
     """The first interceptor of a server."""
 
-    def __init__(self, authenticator: Authenticator, *, max_calls: int, patience: float) -> None:
-        """`max_calls`: of one owner at a time. `patience`: seconds that a request message may take to arrive."""
+    def __init__(
+        self, authenticator: Authenticator, refused: Callable[[str], None], *, max_calls: int, patience: float
+    ) -> None:
+        """`refused` is told the reason of each call that ends here.
+
+        `max_calls`: of one owner at a time. `patience`: seconds that a request message may take to arrive.
+        """
         self._authenticator = authenticator
+        self._refused = refused
         self._max_calls = max_calls
         self._patience = patience
         self._calls: Counter[str] = Counter()
@@ -71,6 +77,7 @@ class Door(grpc.aio.ServerInterceptor):
     def _refusal(self, error: Unauthenticated) -> Handler:
         # As a method that streams requests: gRPC would read the message of any other kind before it asks the handler.
         async def refuse(messages: object, context: Context) -> None:
+            self._refused(error.reason)
             self._strangers.tell(error, context.peer())
             await leave(context, status_of(error))
 
@@ -95,10 +102,10 @@ class Door(grpc.aio.ServerInterceptor):
                     if not self._calls[caller.owner]:
                         del self._calls[caller.owner]
                 return
-            except Unauthenticated as error:
-                self._strangers.tell(error, context.peer())
-                status = status_of(error)
             except CallError as error:
+                self._refused(error.reason)
+                if isinstance(error, Unauthenticated):
+                    self._strangers.tell(error, context.peer())
                 status = status_of(error)
             await leave(context, status)
 

@@ -34,9 +34,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions of the handlers under `prefix` into statuses; others (health, reflection) are left alone."""
 
-    def __init__(self, instance: str, prefix: str = "/kvfork.v1.") -> None:
-        """`instance`: this server's; a call that asks for another one is refused before it is looked at."""
+    def __init__(self, instance: str, refused: Callable[[str], None], prefix: str = "/kvfork.v1.") -> None:
+        """`instance`: this server's; a call that asks for another one is refused before it is looked at.
+
+        `refused` is told the reason of each call that ends with an error.
+        """
         self._instance = instance
+        self._refused = refused
         self._prefix = prefix
 
     async def intercept_service(
@@ -54,12 +58,29 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary, method, self._instance), **codecs)
+            return grpc.unary_unary_rpc_method_handler(self._guarded(handler.unary_unary, method), **codecs)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                _guarded(handler.unary_stream, method, self._instance), **codecs
-            )
+            return grpc.unary_stream_rpc_method_handler(self._guarded(handler.unary_stream, method), **codecs)
         raise AssertionError(f"{method}: the contract has no client streaming")
+
+    def _guarded(self, handler: Callable[..., Any], method: str) -> Any:
+        # Streams of ours write to the context instead of yielding, so one wrapper serves both kinds and no generator is
+        # left to be closed by the garbage collector.
+        async def guarded(request: Any, context: Context) -> Any:
+            try:
+                _check_instance(context, self._instance)
+                if request is UNREADABLE:
+                    raise InvalidField("the request cannot be parsed as this method's message")
+                return await handler(request, context)
+            except grpc.aio.AbortError:
+                raise  # it is an Exception, and the call has its status already
+            except Exception as error:  # ours or a bug: either way its status is all that may leave
+                self._refused(error.reason if isinstance(error, CallError) else Internal.reason)
+                status = _status_for(error, request, method)
+            # Outside of the except clause: should the abort fail as well, grpc logs it with all that it came after.
+            return await leave(context, status)
+
+        return guarded
 
 
 UNREADABLE = object()  # stands for a request that is no message
@@ -86,25 +107,6 @@ def _check_instance(context: Context, instance: str) -> None:
                 hint="snapshots work where they were made: connect to that server",
                 metadata={"instance": instance},
             )
-
-
-def _guarded(handler: Callable[..., Any], method: str, instance: str) -> Any:
-    # Streams of ours write to the context instead of yielding, so one wrapper serves both kinds and no generator is
-    # left to be closed by the garbage collector.
-    async def guarded(request: Any, context: Context) -> Any:
-        try:
-            _check_instance(context, instance)
-            if request is UNREADABLE:
-                raise InvalidField("the request cannot be parsed as this method's message")
-            return await handler(request, context)
-        except grpc.aio.AbortError:
-            raise  # it is an Exception, and the call has its status already
-        except Exception as error:  # ours or a bug: either way its status is all that may leave
-            status = _status_for(error, request, method)
-        # Outside of the except clause: should the abort fail as well, grpc logs it with all that it came after.
-        return await leave(context, status)
-
-    return guarded
 
 
 async def leave(context: Context, status: grpc.Status) -> NoReturn:

@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
@@ -82,19 +83,36 @@ def options(config: Config) -> list[tuple[str, int]]:
 class RpcServer:
     """One listening server over one core. `start`, then `drain`, then `stop`."""
 
-    def __init__(self, core: Inference, config: Config, access: Access | None = None) -> None:
-        """`access`: certificates and tokens that were read already. Raises AccessUnusable if it has to read them."""
+    def __init__(
+        self, core: Inference, config: Config, access: Access | None = None, inner: Path | None = None
+    ) -> None:
+        """`access`: certificates and tokens that were read already. Raises AccessUnusable if it has to read them.
+
+        `inner`: also listen on this socket file, for what serves callers of its own in this process. They come through
+        the same door.
+        """
         self._core = core
         self._config = config
         self._access = access or Access(config)
         self._look = asyncio.Event()
         self._health = HealthServicer()
-        door = Door(self._access.authenticator, max_calls=config.max_owner_calls, patience=config.request_seconds)
+        observer = core.observer
+        door = Door(
+            self._access.authenticator,
+            observer.refused,
+            max_calls=config.max_owner_calls,
+            patience=config.request_seconds,
+        )
         self._server = grpc.aio.server(
-            interceptors=[door, CountingInterceptor(core.observer), ErrorInterceptor(core.server().instance)],
+            interceptors=[
+                door,
+                CountingInterceptor(observer),
+                ErrorInterceptor(core.server().instance, observer.refused),
+            ],
             options=options(config),
         )
-        self._socket = UnixSocket(config.unix_socket) if config.unix_socket is not None else None
+        self._sockets = [UnixSocket(path) for path in (config.unix_socket, inner) if path is not None]
+        self._inner = inner
         self._background: list[asyncio.Task[None]] = []
         inference = InferenceServicer(core, write_stall=config.write_stall_seconds)
         servicers: list[tuple[Callable[..., None], object]] = [  # grpc generates these without types
@@ -115,8 +133,10 @@ class RpcServer:
             if self._config.address:
                 tls = self._access.tls
                 addresses.append(bind_tcp(self._server, self._config.address, tls.credentials() if tls else None))
-            if self._socket is not None:
-                addresses.append(self._socket.bind(self._server))
+            for socket in self._sockets:
+                bound = socket.bind(self._server)
+                if socket.path != self._inner:
+                    addresses.append(bound)
         except CannotListen:
             await self._server.stop(None)
             raise
@@ -144,31 +164,36 @@ class RpcServer:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self.remove_socket()
+        self.remove_sockets()
 
     def look_again(self) -> None:
         """Reads certificates and tokens again."""
         self._look.set()
 
-    def remove_socket(self) -> None:
-        """Removes the socket file, if there is one of ours."""
-        if self._socket is not None:
-            self._socket.remove()
+    def remove_sockets(self) -> None:
+        """Removes the socket files, those that are still ours."""
+        for socket in self._sockets:
+            socket.remove()
 
 
 async def serve(
-    core: Inference, config: Config, *, ready: Callable[[Sequence[str]], None], access: Access | None = None
+    core: Inference,
+    config: Config,
+    *,
+    ready: Callable[[Sequence[str]], None],
+    access: Access | None = None,
+    inner: Path | None = None,
 ) -> int:
     """Serves until a signal says stop; `ready` hears the addresses. Returns the process's exit code.
 
-    `access` as RpcServer takes it; raises AccessUnusable as it does.
+    `access` and `inner` as RpcServer takes them; raises AccessUnusable as it does.
     """
     stopping = asyncio.Event()
-    server = RpcServer(core, config, access)
+    server = RpcServer(core, config, access, inner)
 
     def on_signal(number: int) -> None:
         if stopping.is_set():
-            server.remove_socket()
+            server.remove_sockets()
             os._exit(128 + number)  # at once: no thread, no atexit, no waiting for the model
         log.info("%s: draining; once more ends at once", signal.Signals(number).name)
         stopping.set()

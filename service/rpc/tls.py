@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,15 @@ class TlsFiles:
     client_ca: Path | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What the files were read as: for gRPC, for other listeners, and the names that the certificate is for."""
+
+    configuration: Any
+    context: ssl.SSLContext
+    names: tuple[str, ...]
+
+
 class ServerTls:
     """Credentials that follow their files."""
 
@@ -51,8 +61,16 @@ class ServerTls:
     def credentials(self) -> grpc.ServerCredentials:
         """For one listener."""
         return grpc.dynamic_ssl_server_credentials(
-            self._current, self._fetch, require_client_authentication=self._files.client_ca is not None
+            self._current.configuration, self._fetch, require_client_authentication=self._files.client_ca is not None
         )
+
+    def context(self) -> ssl.SSLContext:
+        """For a listener that is not gRPC's; to be asked for at each connection, as gRPC asks at each handshake."""
+        return self._current.context
+
+    def names(self) -> tuple[str, ...]:
+        """What the certificate in use calls the server, wildcards among it; addresses are not in it."""
+        return self._current.names
 
     def due(self) -> bool:
         """Whether a file has changed since it was read."""
@@ -69,7 +87,7 @@ class ServerTls:
         if current is self._offered:
             return None
         self._offered = current
-        return current
+        return current.configuration
 
     def _now(self) -> Stamp:
         paths = (self._files.certificate, self._files.key, self._files.client_ca)
@@ -84,8 +102,8 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(files: TlsFiles) -> Any:
-    """A configuration that a handshake cannot fail on: gRPC's own checks come too late and say nothing."""
+def _read(files: TlsFiles) -> _Read:
+    """What a handshake cannot fail on: gRPC's own checks come too late and say nothing."""
     chain, key = _bytes(files.certificate), _bytes(files.key)
     roots = _bytes(files.client_ca) if files.client_ca is not None else None
     leaf = _certificates(chain, files.certificate)[0]
@@ -101,7 +119,31 @@ def _read(files: TlsFiles) -> Any:
         _certificates(roots, files.client_ca)
     if leaf.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
         log.warning("the certificate %s has expired on %s", files.certificate, leaf.not_valid_after_utc.date())
-    return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=roots)
+    return _Read(
+        configuration=grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=roots),
+        context=_context(files),
+        names=_names(leaf),
+    )
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(files.certificate, files.key, password=lambda: b"")  # nobody is to be asked for one
+        if files.client_ca is not None:
+            context.load_verify_locations(files.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError:  # an SSLError is one; the files have changed under the reader
+        raise TlsUnusable(f"the certificate {files.certificate} does not work with its key") from None
+    return context
+
+
+def _names(leaf: x509.Certificate) -> tuple[str, ...]:
+    try:
+        found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):  # ValueError: an extension that is damaged
+        return ()
+    return tuple(found.get_values_for_type(x509.DNSName))
 
 
 def _bytes(path: Path) -> bytes:

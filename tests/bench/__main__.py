@@ -17,9 +17,11 @@ from tests.bench.report import Options, note
 
 BENCHES = {
     "rollback": "rollback and a new turn against a cold run and the peer (gemma3)",
+    "reasoning": "prompt tokens computed over 20 turns without their reasoning, beside the peer (gemma3)",
     "chat": "concurrent chats beside the peer (gemma3)",
     "constraint": "free chats beside constrained ones (gemma3)",
     "fair": "a chat beside a long prompt, and short prompts behind one (gemma3)",
+    "image": "a picture's first and later TTFT, and images beside text (a Qwen3.5 with vision, built here)",
     "memory": "memory of many long snapshots and of a fork (tiny-gemma3)",
     "step": "where a decode step's time goes, beside reading every weight once (gemma3)",
     "batch": "how decoding four rows together differs from one alone (gemma3 and every tiny model)",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +28,7 @@ class Kind:
     module: str
     flags: tuple[str, ...]
     chat: bool
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 # Its defaults batch 32 decodes and 8 prompts, enough for every bench here; the prompt cache must hold what a bench
@@ -44,6 +47,14 @@ MLX_VLM = Kind(
     module="mlx_vlm.server",
     flags=("--log-level", "WARNING"),
     chat=True,
+)
+# As before, with its prefix cache, which is off unless asked for.
+MLX_VLM_PREFIX = Kind(
+    name=f"{MLX_VLM.name} with its prefix cache",
+    module=MLX_VLM.module,
+    flags=MLX_VLM.flags,
+    chat=True,
+    environment=(("APC_ENABLED", "1"), ("APC_DISK_ENABLED", "0")),
 )
 NAME = MLX_LM.name
 
@@ -74,7 +85,9 @@ class Peer:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         command = [sys.executable, "-m", "tests.bench.peer_main", kind.module, str(folder)]
-        self.process = Process([*command, "--host", "127.0.0.1", "--port", str(self._port), *kind.flags, *flags])
+        self.process = Process(
+            [*command, "--host", "127.0.0.1", "--port", str(self._port), *kind.flags, *flags], dict(kind.environment)
+        )
         self._model = ""  # as the peer calls it
 
     def __enter__(self) -> Peer:
@@ -101,9 +114,22 @@ class Peer:
     def pid(self) -> int:
         return self.process.pid
 
-    def complete(self, prompt: str, max_tokens: int, into: PeerReply | None = None) -> PeerReply:
-        """Greedy completion of a raw text, streamed; returns when it has ended. `into` grows meanwhile."""
-        told = {"messages": [{"role": "user", "content": prompt}]} if self.kind.chat else {"prompt": prompt}
+    def complete(
+        self,
+        prompt: str,
+        max_tokens: int,
+        into: PeerReply | None = None,
+        *,
+        image: bytes | None = None,
+        never: Sequence[int] = (),
+    ) -> PeerReply:
+        """Greedy completion of a raw text, streamed; returns when it has ended. `into` grows meanwhile.
+
+        `image`: a PNG file before the text, for a server that takes chats. `never`: tokens that it may not pick, as
+        are those that would end it.
+        """
+        content = prompt if image is None else [_image_part(image), {"type": "text", "text": prompt}]
+        told = {"messages": [{"role": "user", "content": content}]} if self.kind.chat else {"prompt": prompt}
         body = {
             **told,
             "model": self._model if self.kind.chat else "default_model",
@@ -111,6 +137,7 @@ class Peer:
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"logit_bias": {str(token): -1000.0 for token in never}} if never else {}),
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=CALL_SECONDS)
         reply = into if into is not None else PeerReply(sent=0.0)
@@ -146,3 +173,8 @@ class Peer:
             return connection.getresponse().status == 200
         except OSError:
             return False
+
+
+def _image_part(image: bytes) -> dict[str, object]:
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}

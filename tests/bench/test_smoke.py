@@ -16,6 +16,11 @@ PROMISED = {
         "rollback.computed_over_new_tokens",
         "rollback.warm_ttft_over_peer",
     },
+    "reasoning": {
+        "reasoning.computed_over_new_tokens",
+        "reasoning.computed_over_peer",
+        "reasoning.computed_over_no_handles",
+    },
     "chat": {
         "chat.aggregate_over_peer_1",
         "chat.aggregate_over_peer_1_other",
@@ -30,6 +35,14 @@ PROMISED = {
         "fair.longest_gap_over_peer",
         "fair.long_ttft_over_alone",
         "fair.short_ttft_in_chunks",
+    },
+    "image": {
+        "image.first_ttft_over_peer",
+        "image.warm_ttft_over_peer",
+        "image.mixed_over_apart",
+        "image.tokens_as_alone",
+        "image.longest_gap_in_chunks",
+        "image.longest_gap_over_peer",
     },
     "memory": {
         "memory.extra_over_budget",
@@ -81,5 +94,7 @@ def test_a_quick_run_prints_every_promised_figure(name: str) -> None:
     # What does not depend on how fast the machine is must hold at any size.
     if name == "rollback":
         assert figures["rollback.computed_over_new_tokens"]["value"] == 1.0
+    if name == "image":
+        assert figures["image.tokens_as_alone"]["value"] == 1.0
     if name == "memory":
         assert figures["memory.restored_exactly"]["value"] == 1.0

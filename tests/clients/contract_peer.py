@@ -343,3 +343,7 @@ class Peer:
     def GetCacheStats(self, request: Any, context: Any) -> Any:
         stats = srv.CacheStats(checkpoint_interval=256, memory_snapshots=len(self.snapshots), memory_bytes=3 << 20)
         return srv.GetCacheStatsResponse(stats=stats)
+
+    def TrimCache(self, request: Any, context: Any) -> Any:
+        held = request.memory_bytes if request.HasField("memory_bytes") else 3 << 20
+        return srv.TrimCacheResponse(stats=srv.CacheStats(memory_bytes=held, disk_bytes=request.disk_bytes))

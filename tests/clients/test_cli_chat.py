@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from contract_peer import Peer, refuse
 from kvfork.v1 import inference_service_pb2 as inf
 from kvfork.v1 import types_pb2 as types
-from kvfork_client import Client
+from kvfork_client import Client, Image
 from test_cli_talk import parse, until_said
 
 from service.cli.conversation import Conversation, NothingSaid
@@ -247,6 +248,54 @@ def test_a_chat_goes_on_from_a_snapshot(
     assert peer.requests("Generate")[0].parent == root.name
     assert "kept snapshots/auto-0003 (24 tokens)" not in capsys.readouterr().out  # a name for people: on stderr
     assert list(peer.snapshots) == [root.name, "snapshots/auto-0003"]
+
+
+def test_pictures_go_before_what_is_said_next(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    peer.answer = "ok"
+    files = [tmp_path / name for name in ("a.png", "b.png", "c.png")]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    a, b, c = (types.Part(image=types.Image(data=file.name.encode())) for file in files)
+    missing, empty = tmp_path / "none.png", tmp_path / "empty.png"
+    empty.touch()
+    attached = [f"/image {file}" for file in (files[1], missing, empty, files[2])]
+    assert chat(peer, monkeypatch, "one", "two", *attached, "three", "four", flags=("--image", str(files[0]))) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok",
+        "ok",
+        f"{missing}: No such file or directory",
+        f"the file is empty: '{empty}'",
+        "ok",
+        "ok",
+    ]
+    said = [list(request.input.chat.messages[-1].parts) for request in peer.requests("Generate")]
+    texts = [types.Part(text=text) for text in ("one", "two", "three", "four")]
+    assert said == [[a, texts[0]], [texts[1]], [b, c, texts[2]], [texts[3]]]
+
+
+def test_a_chat_that_is_sent_again_whole_has_its_pictures(peer: Peer) -> None:
+    def script(request: Any, context: Any) -> Any:
+        if request.parent:
+            refuse(context, "FAILED_PRECONDITION", "TEMPLATE_NOT_APPENDABLE", "rewrites what came before")
+        yield from peer.Generate(request, context)
+
+    picture = types.Part(image=types.Image(data=b"picture"))
+    peer.answer = "ok"
+    peer.scripts["Generate"] = script
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        for text, images in (("one", [Image(data=b"picture")]), ("two", [])):
+            reply = conversation.say(text, images)
+            assert list(reply.events)
+            assert conversation.finish(reply) is not None
+        whole = peer.requests("Generate")[-1].input.chat.messages
+        assert [list(message.parts) for message in whole] == [
+            [picture, types.Part(text="one")],
+            [types.Part(text="ok")],
+            [types.Part(text="two")],
+        ]
 
 
 def test_a_failed_turn_is_told_and_the_chat_goes_on(

@@ -142,6 +142,36 @@ def test_generate_streams_text_to_stdout_and_the_receipt_to_stderr(
     assert request.save.durability == types.DURABILITY_DISK
 
 
+def test_generate_sends_pictures_before_the_text(peer: Peer, kvfork: Kvfork, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.png", "b.jpg")]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    images = [types.Part(image=types.Image(data=file.name.encode())) for file in files]
+    words = ("generate", "Which?", "--image", str(files[0]), "--image", str(files[1]))
+    assert kvfork(*words, "--system", "s") == 0
+    assert kvfork(*words, "--raw") == 0
+    chat, raw = (request.input for request in peer.requests("Generate"))
+    assert [types.Role.Name(message.role) for message in chat.chat.messages] == ["ROLE_SYSTEM", "ROLE_USER"]
+    assert list(chat.chat.messages[1].parts) == [*images, types.Part(text="Which?")]
+    assert list(raw.raw.parts) == [*images, types.Part(text="Which?")]
+
+
+def test_a_picture_that_cannot_be_read_is_a_wrong_use(
+    peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing, empty = tmp_path / "none.png", tmp_path / "empty.png"
+    empty.touch()
+    assert kvfork("generate", "Which?", "--image", str(missing)) == 2
+    assert kvfork("generate", "Which?", "--image", str(empty)) == 2
+    assert kvfork("chat", "--image", str(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"--image: [Errno 2] No such file or directory: '{missing}'" in err
+    assert f"--image: the file is empty: '{empty}'" in err
+    assert "Is a directory" in err
+    assert peer.requests("Generate") == []
+
+
 def test_generate_passes_its_flags_on(peer: Peer, kvfork: Kvfork) -> None:
     peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
     words = "generate q --parent plan-0001 --system s --temperature 0 --top-p 0.5 --seed 7 --stop a --stop b"

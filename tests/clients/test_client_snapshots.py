@@ -263,6 +263,16 @@ def test_the_server_describes_itself(peer: Peer, flavour: Flavour) -> None:
     assert flavour.do(client.cache_stats).checkpoint_interval == 256
 
 
+def test_a_trim_says_which_tier_and_leaves_the_other_alone(peer: Peer, flavour: Flavour) -> None:
+    client = flavour.client(peer.address)
+    assert flavour.do(client.trim_cache, memory_bytes=0).memory_bytes == 0
+    assert flavour.do(client.trim_cache, disk_bytes=5).disk_bytes == 5
+    assert [(r.HasField("memory_bytes"), r.HasField("disk_bytes")) for r in peer.requests("TrimCache")] == [
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_health_by_service(peer: Peer, flavour: Flavour) -> None:
     client = flavour.client(peer.address)
     assert flavour.do(client.health) is HealthStatus.SERVING

@@ -22,6 +22,7 @@ from json_tools import BufCurl, Grpcurl, Reply, in_camel_case
 from toolchains import GRPCURL, buf, go_tool
 
 from tests.e2e.live import ROOT, LiveServer, until
+from tests.images.pictures import png
 
 GUIDE = ROOT / "clients" / "grpcurl" / "README.md"
 
@@ -71,6 +72,20 @@ def tiny() -> Iterator[Listening]:
 
 
 @pytest.fixture(scope="module")
+def seeing() -> Iterator[Listening]:
+    """The model that the outputs about images are from."""
+    pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
+    yield from listening("tiny-qwen3_5-vl")
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("pictures") / "it's one.png"
+    file.write_bytes(png(1))
+    return file
+
+
+@pytest.fixture(scope="module")
 def default() -> Iterator[Listening]:
     """The model that the guide's outputs are from."""
     yield from listening("smollm2")
@@ -107,6 +122,13 @@ class TestGuide:
             assert len(outcomes) == len(blocks)
             assert [o.block.line for o in outcomes if o.exit_code or unexpected_error(o)] == []
             assert not any("save_error_reason" in o.output for o in outcomes)
+
+    def test_images_are_seen_as_the_guide_shows(self, seeing: Listening, grpcurl: Path, picture: Path) -> None:
+        blocks = read_blocks(GUIDE, "bash image")
+        outcomes = run(blocks, env={**seeing.env(grpcurl), "PICTURE": str(picture)}, folder=ROOT, patience=PATIENCE)
+
+        assert len(outcomes) == len(blocks) == 6
+        assert [problem for outcome in outcomes if (problem := problem_of(outcome))] == []
 
     def test_buf_curl_does_what_the_guide_shows(self, default: Listening) -> None:
         blocks = read_blocks(GUIDE, "bash buf")
@@ -296,6 +318,18 @@ class TestScripts:
         assert said.returncode == 0
         assert said.stderr == f"prompt tokens: 0 cached, 0 recomputed, {prompt['total_tokens']} new\n"
         assert kept["token_ids"][: prompt["total_tokens"]] == prompt["token_ids"]
+
+    def test_pictures_are_sent_before_the_text(self, seeing: Listening, grpcurl: Path, picture: Path) -> None:
+        said = self.script(
+            seeing, grpcurl, "say.sh", "-i", str(picture), "-i", str(picture), "Same?", "", "two-pictures"
+        )
+        calls = Grpcurl(grpcurl, seeing.server.address, seeing.socket)
+        kept = calls.call("SnapshotService/GetSnapshot", {"name": "snapshots/two-pictures"}).messages[0]
+        calls.call("SnapshotService/DeleteSnapshot", {"name": "snapshots/two-pictures"})
+
+        assert said.returncode == 0, said.stderr
+        spans = [span["end"] - span["start"] for span in kept["snapshot"]["image_spans"]]
+        assert spans == [80, 80]
 
     @pytest.mark.parametrize("words", [("say.sh", "Hi", "never-was"), ("branches.sh", "never-was", "Hi")])
     def test_a_script_fails_as_grpcurl_does(self, tiny: Listening, grpcurl: Path, words: tuple[str, ...]) -> None:

@@ -26,6 +26,8 @@ ENDS = 507  # the thread is ended, without an exception that anybody catches
 SLEEPS = 508  # the step takes until the file that TESTS_RELEASE names is there
 HANGS = 509  # the step never ends
 DIES_AND_STAYS = 510  # the engine raises, and the model cannot be loaded again until UNTIL loads have failed
+SPOILS = 511  # the model raises out of the call that prefills it
+NANS = 505  # that call's logits are no numbers
 FAILED_LOADS = 1
 RELOAD = 1.0  # seconds that every load after the first takes at least, as real models do
 
@@ -51,8 +53,37 @@ def hurting(step: Any, failing: dict[str, int]) -> Any:
     return hurt
 
 
+USED_BY: dict[str, set[int]] = {"model": set(), "engine": set(), "evaluation": set()}  # threads, by what they used
+
+
+def noting(what: str, call: Any) -> Any:
+    """`call`, which notes the threads that it is made on."""
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        USED_BY[what].add(threading.get_ident())
+        return call(*arguments, **more)
+
+    return noted
+
+
+def spoiling(call: Any) -> Any:
+    """A model's call that goes wrong for one row."""
+
+    def spoilt(model: Any, tokens: Any, *arguments: Any, **more: Any) -> Any:
+        import mlx.core as mx
+
+        given = tokens.reshape(-1).tolist() if tokens.shape[1] > 2 else []
+        if SPOILS in given:
+            raise ValueError("as planned")
+        logits = call(model, tokens, *arguments, **more)
+        return mx.full(logits.shape, float("nan")) if NANS in given else logits
+
+    return spoilt
+
+
 def loading(load: Any, failing: dict[str, int]) -> Any:
     loads: list[Any] = []
+    spoilt: set[type] = set()
 
     def load_or_fail(folder: Any) -> Any:
         if loads:
@@ -61,7 +92,12 @@ def loading(load: Any, failing: dict[str, int]) -> Any:
         if failing["loads"]:
             failing["loads"] -= 1
             raise MemoryError("as planned")
-        return load(folder)
+        model, facts = load(folder)
+        kind = type(model)
+        if kind not in spoilt and "TESTS_UNHURT" not in os.environ:
+            spoilt.add(kind)
+            kind.__call__ = noting("model", spoiling(kind.__call__))
+        return model, facts
 
     return load_or_fail
 
@@ -86,6 +122,8 @@ def report(core: Any) -> dict[str, Any]:
     engine = loop._engine
     named = {id(snapshot.node) for snapshot in cache.all_snapshots()}
     return {
+        "loops": sum(isinstance(o, asyncio.AbstractEventLoop) and o.is_running() for o in gc.get_objects()),
+        **{f"{what}_threads": len(threads) for what, threads in USED_BY.items()},
         "tasks": len(asyncio.all_tasks()),
         "threads": threading.active_count(),
         "files": sum("(deleted)" not in name for name in open_files()),  # the store's are unlinked, and bounded
@@ -129,6 +167,12 @@ def main() -> int:
     failing = {"loads": 0}
     if "TESTS_UNHURT" not in os.environ:
         MlxEngine.step = hurting(MlxEngine.step, failing)  # type: ignore[method-assign]
+        for name in ("step", "relax"):
+            setattr(MlxEngine, name, noting("engine", getattr(MlxEngine, name)))
+        import mlx.core as mx
+
+        for name in ("eval", "async_eval"):
+            setattr(mx, name, noting("evaluation", getattr(mx, name)))
     engine_loading.load = loading(engine_loading.load, failing)
     start = core.Core.start
 

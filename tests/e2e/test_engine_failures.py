@@ -167,3 +167,40 @@ def test_a_thread_that_never_comes_back_does_not_keep_the_server_from_ending(hur
     assert world.server.terminate() == 0
     assert "the process ends without it" in world.server.log.read_text()
     assert world.server.left_behind() == []
+
+
+@pytest.mark.parametrize("token", [inside.SPOILS, inside.NANS], ids=["raises", "no numbers"])
+def test_a_row_that_fails_is_told_so_and_the_others_go_on(hurt: Callable[..., Hurt], token: int) -> None:
+    world = hurt()
+    server = world.server
+    beside = server.inference.Generate(world.question, timeout=PATIENCE)
+    next(beside)
+    secret = prompt_of(20, 7)
+    ways: list[Callable[[], object]] = [
+        lambda: world.hurt(token),
+        lambda: server.inference.Generate(greedy(raw([token, 9, 9]), parent=world.snapshot.name), timeout=PATIENCE),
+    ]
+    if token == inside.SPOILS:  # what a snapshot is made of is not sampled
+        append = inference_pb.ForkBranch(append=raw([*secret, token]))
+        fork = inference_pb.ForkRequest(parent=world.snapshot.name, branches=[inference_pb.ForkBranch(), append])
+        create = inference_pb.CreateSnapshotRequest(input=raw([*secret, token]))
+        ways += [lambda: server.inference.CreateSnapshot(create), lambda: server.inference.Fork(fork)]
+    before = len(list_of(server))
+    for way in ways:
+        end = refused(way)
+        assert (end.code, end.reason) == ("INTERNAL", "ROW_FAILED"), end
+        assert end.metadata.keys() == {"row", "call", "position", "incident"} and end.metadata["call"] == "prefill"
+        assert "RequestInfo" in end.kinds and end.retry_seconds is None and "as planned" not in end.text
+        assert end.metadata["incident"] in server.log.read_text()
+    assert [i for event in beside for i in event.delta.token_ids] == world.expected
+    assert len(list_of(server)) == before, "nothing was made"
+    assert world.health == [SERVING], "a row is no engine"
+    assert generate(server, world.question).ids == world.expected
+    server.idle()
+    left = server.report()
+    for name in ("sequences", "scheduled", "rows", "row_bytes", "running", "saving", "pinned", "held", "uses"):
+        assert left[name] == 0, (name, left)
+
+
+def list_of(server: LiveServer) -> list[str]:
+    return [s.name for s in server.snapshots.ListSnapshots(snapshot_pb.ListSnapshotsRequest()).snapshots]

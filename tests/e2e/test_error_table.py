@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
@@ -104,6 +105,21 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun(llama: LiveServer
         assert float(answer.metadata["neededSeconds"]) > float(answer.metadata["leftSeconds"])
     llama.idle()
     assert llama.stats().prompt_tokens == before
+
+
+def test_a_generation_that_ends_before_anything_stands_says_that_there_is_nothing_to_save(server: LiveServer) -> None:
+    at_once = pb.Stopping(max_tokens=5, ignore_eos=True, time_limit=duration_pb2.Duration(nanos=1_000))
+    before = len(server.snapshots.ListSnapshots(snapshot_pb.ListSnapshotsRequest()).snapshots)
+    for length in (5, 600):
+        question = greedy(raw(prompt_of(length, 91)), stopping=at_once, save=pb.SnapshotOptions())
+        answer = answer_of(server.inference.Generate(question, timeout=PATIENCE))
+        assert answer.finished.reason == inference_pb.FINISH_REASON_TIME_LIMIT
+        assert answer.finished.save_error_reason == "NOTHING_TO_SAVE" and not answer.finished.HasField("snapshot")
+        assert (answer.text, answer.usage.prompt_tokens, answer.usage.completion_tokens) == ("", 0, 0)
+        question.ClearField("save")
+        assert not answer_of(server.inference.Generate(question, timeout=PATIENCE)).finished.save_error_reason
+    server.idle()
+    assert len(server.snapshots.ListSnapshots(snapshot_pb.ListSnapshotsRequest()).snapshots) == before
 
 
 # -- request ids ----------------------------------------------------------------------------------------------------

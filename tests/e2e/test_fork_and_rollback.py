@@ -27,6 +27,7 @@ from kvfork_client import (
     SnapshotRolledBack,
     Stopping,
     Usage,
+    raw,
     tokens,
 )
 
@@ -208,3 +209,14 @@ def says(snapshot: object) -> str:
 def cold_says(cold: Client, context: list[int]) -> str:
     """What the other server says after the whole context."""
     return cold.generate(tokens(context), sampling=GREEDY, stopping=of(10)).result().text
+
+
+def test_a_branch_like_an_earlier_one_counts_as_restored(llama: LiveServer) -> None:
+    one, other = (raw(tokens(prompt_of(length, seed=90 + length))) for length in (30, 20))
+    with llama.client() as client:
+        parent = client.create_snapshot(raw(tokens(prompt_of(40, seed=90))))
+        first, again = parent.fork([one]).usage, parent.fork([one, other]).usage
+    assert (first.prompt_tokens, first.cached_tokens, first.new_tokens) == (70, 40, 30)
+    assert (again.prompt_tokens, again.recomputed_tokens) == (90, 0)
+    assert again.cached_tokens + again.new_tokens == 90
+    assert 20 <= again.new_tokens < 50  # of the first branch a part at least was there

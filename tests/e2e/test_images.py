@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
-from PIL import Image
 
 from tests.e2e.live import PATIENCE, Answer, LiveServer, adds_up, generate, greedy, prompt_of, raw, refused
 from tests.images.malformed import cases
+from tests.images.pictures import png
 
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
 pytestmark = [pytest.mark.mlx]
 
 MODEL = "tiny-qwen3_5-vl"
-
-
-@cache
-def png(seed: int, width: int = 160, height: int = 128, kind: str = "PNG") -> bytes:
-    """A picture file; another seed, another picture."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST)
-    picture.save(file, kind, **({"lossless": True} if kind == "WEBP" else {}))
-    return file.getvalue()
 
 
 def image(data: bytes) -> pb.Part:
@@ -237,6 +224,23 @@ def test_eight_callers_of_one_image_have_it_encoded_once(server: LiveServer) -> 
         answers = list(pool.map(lambda g: generate(server, greedy(g)), given))
     assert encoded(server) == before + 1
     assert {answer.usage.image_tokens for answer in answers} == {256}
+
+
+def test_features_of_a_hundred_images_stay_within_the_budgets() -> None:
+    """16 KiB of features an image, ten of which fit into both tiers, beside what else is stored."""
+    memory, disk = 128 << 10, 256 << 10
+    flags = ("--memory-bytes", str(memory), "--disk-bytes", str(disk))
+    with LiveServer(MODEL, *flags) as live:
+        first = generate(live, greedy(plain(image(png(1000, 128, 128)), "?"), tokens=4))
+        for seed in range(1001, 1100):
+            generate(live, greedy(plain(image(png(seed, 128, 128)), "?"), tokens=1))
+            stats = live.stats()
+            assert stats.memory_bytes <= stats.memory_limit_bytes == memory
+            assert stats.disk_bytes <= stats.disk_limit_bytes == disk
+        assert encoded(live) == 100
+        assert stats.evictions > 0
+        again = generate(live, greedy(plain(image(png(1000, 128, 128)), "?"), tokens=4))
+        assert (again.ids, encoded(live)) == (first.ids, 101)  # long gone, and made once more
 
 
 def test_images_and_text_in_one_batch_say_what_they_say_alone(server: LiveServer, cold: LiveServer) -> None:

@@ -14,7 +14,7 @@ from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
-from tests.e2e.live import PATIENCE, LiveServer, generate, greedy, prompt_of, raw, refused, until
+from tests.e2e.live import PATIENCE, LiveServer, answer_of, generate, greedy, prompt_of, raw, refused, until
 
 ENDLESS = 20_000
 
@@ -188,6 +188,40 @@ def test_pins_have_a_quota_that_comes_back(empty: LiveServer) -> None:
     assert update(empty, plain, "pinned", pinned=True).pinned
     delete(empty, pinned[1])
     create(empty, 20, 15, pinned=True)
+
+
+def test_pins_keep_so_many_bytes_of_state_and_no_more() -> None:
+    with LiveServer("tiny-llama", "--max-pinned-bytes", "1MiB", "--max-batch", "2") as tight:
+        first = create(tight, 900, 20, pinned=True).snapshot
+        plain = create(tight, 900, 21).snapshot
+        shared = tight.inference.Fork(
+            inference_pb.ForkRequest(
+                parent=first.name, branches=[inference_pb.ForkBranch(options=pb.SnapshotOptions(pinned=True))]
+            )
+        ).snapshots[0]
+        assert shared.pinned, "the very same state costs nothing more"
+        for call in (
+            lambda: create(tight, 900, 22, pinned=True),
+            lambda: update(tight, plain.name, "pinned", pinned=True),
+            lambda: tight.inference.Fork(
+                inference_pb.ForkRequest(
+                    parent=plain.name, branches=[inference_pb.ForkBranch(options=pb.SnapshotOptions(pinned=True))]
+                )
+            ),
+        ):
+            answer = refused(call)
+            assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "PIN_QUOTA"), answer
+            assert answer.metadata["limitBytes"] == str(2**20) and "QuotaFailure" in answer.kinds
+            assert int(answer.metadata["pinnedBytes"]) + int(answer.metadata["neededBytes"]) > 2**20
+        # What a generation ends with is known at its end: its text is good all the same.
+        question = greedy(raw(prompt_of(900, 23)), tokens=2, save=pb.SnapshotOptions(pinned=True))
+        answer = answer_of(tight.inference.Generate(question, timeout=PATIENCE))
+        assert answer.ids and answer.finished.save_error_reason == "PIN_QUOTA"
+        assert not answer.finished.HasField("snapshot")
+        assert len(names(tight)) == 3
+        delete(tight, shared.name)
+        delete(tight, first.name)
+        assert update(tight, plain.name, "pinned", pinned=True).pinned
 
 
 # -- listing --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Images change nothing about exactness: restored, forked and batched runs give the bits, or tokens, of a run alone.
 
-Every family, on its tiny model. Images are first, last, in the middle, adjacent, two sizes of one picture.
+Every family, on its tiny model. One to three images are all there is, first, last, in the middle, adjacent, in a forked
+suffix, two sizes of one picture.
 """
 
 from __future__ import annotations
@@ -47,15 +48,19 @@ def contexts(bench: VisionBench) -> list[Context]:
         bench.context(a, b, 40),  # first, adjacent
         bench.context(30, a, 200, b),  # in the middle, last
         bench.context(210, b, 12, a, 3, larger, 20),  # across a block's boundary, two sizes of one picture
+        bench.context(larger),
+        bench.context(a, larger, b),
     ]
 
 
 def places(bench: VisionBench, context: Context) -> list[int]:
-    """Right before, after and, where allowed, inside every image; and block boundaries."""
+    """Right before, after and, where allowed, inside every image; as it leaves the window; and block boundaries."""
     found = set(range(BLOCK_TOKENS, len(context.tokens), BLOCK_TOKENS))
     for image in context.images:
         found |= {image.start - 1, image.start, image.start + 1, (image.start + image.end) // 2}
         found |= {image.end - 1, image.end, image.end + 1}
+        if bench.layout.window:
+            found |= {image.end + bench.layout.window + step for step in (-1, 0, 1)}
     inside = {p for p in found for i in context.images if i.start < p < i.end} if bench.whole else set()
     return sorted(p for p in found - inside if 0 < p < len(context.tokens))
 
@@ -64,7 +69,7 @@ def logits(nodes: Sequence[Node]):
     return np.array(from_payload(nodes[-1].payloads[RecordKind.LOGITS])["logits"][0])
 
 
-@pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("which", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 3, 4))])
 def test_a_restore_beside_and_inside_images_is_bit_equal_to_a_cold_run(bench: VisionBench, which: int) -> None:
     context = contexts(bench)[which]
     for place in places(bench, context):
@@ -105,6 +110,50 @@ def test_forks_and_rollbacks_with_another_image_behind_them_are_bit_equal(bench:
     for child, nodes in zip(children, warm, strict=True):
         assert bench.end(nodes) == bench.end(bench.run(child, [place]))
     assert bench.end(again) == bench.end(warm[1])
+
+
+def test_a_forked_suffix_with_an_image_across_a_blocks_end_restores_in_it_and_decodes_beside_others(
+    bench: VisionBench,
+) -> None:
+    a, b = bench.prepare(64, 64, 1), bench.prepare(160, 96, 2)
+    trunk = ((-len(a.ids) - 20) % BLOCK_TOKENS, a, 8)
+    fork = len(bench.context(*trunk).tokens)
+    parent = bench.run(bench.context(*trunk))
+    child = bench.context(*trunk, b, 30)
+    (_, image) = child.images
+    edge = fork + 12
+    assert edge % BLOCK_TOKENS == 0
+    assert image.start < edge < image.end
+    cold: dict[int, tuple[object, list[int]]] = {}
+    warm: dict[RowId, int] = {}
+    for place in (fork, *(() if bench.whole else (edge, image.start + 20)), image.end + 9):
+        row = bench.open(child)
+        end = bench.end(bench.prefill(row, child, (), [fork, place]))
+        cold[place] = end, bench.decode([row], 4)[row]
+        behind = bench.run(child.upto(place), [fork], parent) if place > fork else parent
+        again = bench.open(child, behind)
+        assert bench.end(bench.prefill(again, child, behind, [fork, place])) == end, place
+        warm[again] = place
+        bench.step(StepPlan(close=(row,)))
+    text = bench.context(9, seed=3)
+    other = bench.open(text)
+    bench.prefill(other, text, (), ())
+    tokens = bench.decode([other, *warm], 4)
+    bench.step(StepPlan(close=(other, *warm)))
+    assert {place: tokens[row] for row, place in warm.items()} == {place: told for place, (_, told) in cold.items()}
+
+
+def test_a_rollback_of_a_rollback_goes_on_with_other_images_bit_equally(bench: VisionBench) -> None:
+    a, b, c = (bench.prepare(64, 64, 1), bench.prepare(160, 96, 2), bench.prepare(96, 64, 3))
+    first, second, third = bench.context(25, a, 9, b, 6), bench.context(25, a, 9, c, 11), bench.context(25, a, 9, b, b)
+    back = len(bench.context(25, a, 9).tokens)
+    further = first.images[0].end
+    bench.run(first, [further, back])
+    rolled = bench.path_to(first, back, [further])  # from behind the second image to before it
+    assert bench.end(bench.run(second, [further, back], rolled)) == bench.end(bench.run(second, [further, back]))
+    again = bench.path_to(second, further)  # and once more to before the text behind the first
+    for context in (first, second, third):
+        assert bench.end(bench.run(context, [further], again)) == bench.end(bench.run(context, [further]))
 
 
 def test_rows_with_and_without_images_join_and_leave_and_pick_what_they_pick_alone(bench: VisionBench) -> None:
@@ -162,6 +211,22 @@ def test_features_go_out_and_come_back(bench: VisionBench) -> None:
     bench.step(StepPlan(open=(order,), give=(GivenFeatures(key=image.key, payload=encoded),)))
     assert bench.end(bench.prefill(row, context, (), ())) == first
     bench.step(StepPlan(close=(row,)))
+
+
+def test_features_of_many_images_stay_within_the_engines_bytes() -> None:
+    from service.engine.mlx_engine import MlxEngine
+
+    bench = VisionBench("tiny-qwen3_5-vl")
+    limit = 40_000  # nine images of 4 KiB
+    bench.engine = MlxEngine(bench.model, bench.layout, bench.facts.footprint, feature_bytes=limit)
+    held = set()
+    for seed in range(30):
+        context = bench.context(2, bench.prepare(64, 64, seed), 3)
+        row = bench.open(context)
+        bench.prefill(row, context, (), ())
+        bench.step(StepPlan(close=(row,)))
+        held.add(bench.engine.feature_bytes)
+    assert held == {4096 * count for count in range(1, 10)}
 
 
 def test_a_row_whose_image_cannot_be_encoded_ends_alone(bench: VisionBench) -> None:

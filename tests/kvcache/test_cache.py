@@ -12,7 +12,15 @@ from kvcache.cache import CacheLimits, Keep, new_snapshot_id
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind, Tier
-from kvcache.snapshots import GoneReason, GoneSnapshot, SnapshotBusy, SnapshotLimit, TakenSnapshotId, UnknownSnapshot
+from kvcache.snapshots import (
+    GoneReason,
+    GoneSnapshot,
+    PinnedBytesLimit,
+    SnapshotBusy,
+    SnapshotLimit,
+    TakenSnapshotId,
+    UnknownSnapshot,
+)
 
 ALL = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 
@@ -363,6 +371,62 @@ def test_a_refused_name_or_pin_changes_nothing() -> None:
     assert (second.pinned, second.labels, second.ttl) == (False, {}, 3600.0)
     with pytest.raises(SnapshotLimit):
         world.cache.check_room("a", count=1, pinned=0)
+
+
+def test_pins_of_an_owner_keep_so_many_bytes_and_no_more_each_record_once() -> None:
+    world = World(LAYOUTS["all"])
+    nodes = world.run(prompt_of(600), keep=[300, 600]).nodes
+    short = world.cache.add_snapshot("a", nodes[300], Keep(snapshot_id="short", pinned=True), parent=None)
+    alone = world.cache.pinned_bytes("a")
+    assert 0 < alone == sum(world.store.size(r) or 0 for r in world.cache._stock.records_of(short.node))
+    long = world.cache.add_snapshot("a", nodes[600], Keep(snapshot_id="long", pinned=True), parent=None)
+    both = world.cache.pinned_bytes("a")
+    own = sum(world.store.size(r) or 0 for r in world.cache._stock.records_of(long.node))
+    assert both < alone + own, "what they share counts once"
+    again = world.cache.add_snapshot(
+        "a", world.cache.hold(long.node), Keep(snapshot_id="again", pinned=True), parent=None
+    )
+    assert world.cache.pinned_bytes("a") == both
+    world.cache.delete(again)
+    world.cache.update(long, pinned=False)
+    assert world.cache.pinned_bytes("a") == alone and world.cache.pinned_bytes("b") == 0
+    # One byte less than both take, and the second pin is refused, by whatever way it comes.
+    world.cache.limits = CacheLimits(max_pinned_bytes=both - 1)
+    pinned, held = world.store.stats().pinned, long.node.holds
+    for pin in (
+        lambda: world.cache.update(long, pinned=True, labels={"new": ""}),
+        lambda: world.cache.add_snapshot("a", long.node, Keep(snapshot_id="third", pinned=True), parent=None),
+    ):
+        with pytest.raises(PinnedBytesLimit) as caught:
+            pin()
+        refused = caught.value
+        assert (refused.limit, refused.have, refused.have + refused.more) == (both - 1, alone, both)
+    assert (world.store.stats().pinned, long.node.holds, long.labels, long.pinned) == (pinned, held, {}, False)
+    world.cache.add_snapshot("b", world.cache.hold(long.node), Keep(snapshot_id="x", pinned=True), parent=None)
+    world.cache.check_room("a", count=1, pinned=1)
+    world.cache.limits = CacheLimits(max_pinned_bytes=alone)
+    with pytest.raises(PinnedBytesLimit):
+        world.cache.check_room("a", count=1, pinned=1)
+    world.cache.check_room("a", count=1, pinned=0)
+    world.cache.delete(short)
+    assert world.cache.pinned_bytes("a") == 0
+    world.cache.limits = CacheLimits(max_pinned_bytes=both - 1)
+    world.cache.update(long, pinned=True)
+
+
+def test_state_that_a_pinned_handle_gets_back_counts_again() -> None:
+    world = World(LAYOUTS["all"])
+    prompt = prompt_of(600)
+    snapshot = world.save(world.run(prompt).nodes[600], "x")
+    world.starve()
+    world.cache.update(snapshot, pinned=True)
+    assert world.cache.pinned_bytes("a") == 0, "nothing of it is stored"
+    node = world.run(prompt).nodes[600]
+    world.cache.rehome(snapshot, node)
+    records = world.cache._stock.records_of(snapshot.node)
+    assert world.cache.pinned_bytes("a") == sum(world.store.size(r) or 0 for r in records) > 0
+    world.cache.delete(snapshot)
+    assert world.cache.pinned_bytes("a") == 0
 
 
 def test_times_are_bounded_and_a_promise_is_kept() -> None:

@@ -394,6 +394,12 @@ class Play:
         assert stats.pending_bytes <= 2 * QUEUE
         assert stats.file_bytes <= self.disk
         assert self.pinned() <= self.store._index._pins.keys()
+        counted = {owner: set(records) for owner, records in self.cache._pinned._records.items()}
+        named: dict[str, set[RecordId]] = {}
+        for (owner, _), name in self.names.items():
+            if name.snapshot.pinned and self.cache._snapshots.has(name.snapshot):
+                named.setdefault(owner, set()).update(self.cache._stock.records_of(name.snapshot.node))
+        assert counted == named, "bytes are counted of what is pinned, and of nothing else"
         # An order that a durable store has not carried out yet pins what it is to write.
         assert stats.pinned == len(self.pinned()) or (self.store.durable and self.store._io._background)
         assert stats.failed_jobs == 0

@@ -52,6 +52,7 @@ def busy() -> Meter:
     meter.prompt_tokens["disk"] = 512
     meter.sequences["generation", "eos"] = 1
     meter.completion_tokens = 7
+    meter.refused["TOKEN_MISSING"] = 4
     return meter
 
 
@@ -94,6 +95,7 @@ def test_a_scrape_has_the_numbers() -> None:
         "kvfork_decode_batch_rows_limit": 8.0,
         "kvfork_prompt_tokens_total|source=disk": 512.0,
         "kvfork_completion_tokens_total": 7.0,
+        "kvfork_refused_total|reason=TOKEN_MISSING": 4.0,
         "kvfork_prefill_tokens_total": 256.0,
         "kvfork_rows|phase=queued": float(STATS.queued_calls),
         "kvfork_store_bytes|tier=disk": float(STATS.disk_bytes),

@@ -6,16 +6,19 @@ import asyncio
 import json
 import logging
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
 from kvfork.v1 import inference_service_pb2 as pb
+from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2
 
 from service import facts
+from service.auth.tokens import new_token
 from service.cli.serve import _JsonFormatter, _TextFormatter
-from service.errors import QueueFull
+from service.errors import Draining, QueueFull
 
 from .conftest import FINISHED, STARTED, ScriptedCore, delta, drained, eventually, run, serving
 
@@ -77,6 +80,50 @@ def test_a_call_is_counted_under_its_method_and_the_code_that_left():
         }, "a method that is not there is nobody's name for a label"
         assert set(core.meter.calls_in_progress.values()) == {0}
         assert core.meter.call_seconds.keys() == {"Generate", "GetSnapshot", "CountTokens"}
+
+    run(story)
+
+
+def test_refusals_are_counted_by_reason_at_the_door_and_behind_it(tmp_path: Path):
+    token, line = new_token("alice")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{line}\n")
+    tokens.chmod(0o600)
+    mine, info = (("authorization", f"Bearer {token}"),), "/kvfork.v1.ServerService/GetServerInfo"
+
+    async def story():
+        core = ScriptedCore(script=(STARTED, forever))
+        async with serving(core, tokens=tokens, max_owner_calls=2, request_seconds=0.2) as s:
+            ask = server_pb.GetServerInfoRequest()
+            got = [
+                await code_of(s.info.GetServerInfo(ask)),
+                await code_of(s.channel.unary_unary("/x.Y/Z")(b"")),
+                await code_of(s.info.GetServerInfo(ask, metadata=(("authorization", "Bearer no"),))),
+                await code_of(s.info.TrimCache(server_pb.TrimCacheRequest(), metadata=mine)),
+            ]
+            silent = s.channel.stream_unary(info)(metadata=mine)
+            got.append(await code_of(silent))
+            held = [s.inference.Generate(ASK, metadata=mine) for _ in range(2)]
+            for stream in held:
+                await stream.read()
+            got.append(await code_of(s.info.GetServerInfo(ask, metadata=mine)))
+            for stream in held:
+                stream.cancel()
+            await eventually(lambda: core.running == 0)
+            for error in (Draining("going"), QueueFull("full"), RuntimeError(SECRET)):
+                core.script = (error,)
+                got.append(await code_of(s.inference.Generate(ASK, metadata=mine)))
+            core.script = (STARTED, FINISHED)
+            got.append(await code_of(s.inference.Generate(ASK, metadata=mine)))
+        assert got == [
+            "UNAUTHENTICATED", "UNAUTHENTICATED", "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED",
+            "RESOURCE_EXHAUSTED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL", "OK",
+        ]  # fmt: skip
+        assert core.meter.refused == {
+            "TOKEN_MISSING": 2, "TOKEN_UNKNOWN": 1, "ADMIN_REQUIRED": 1, "SLOW_SENDER": 1, "CALL_QUOTA": 1,
+            "SERVER_DRAINING": 1, "QUEUE_FULL": 1, "INTERNAL": 1,
+        }  # fmt: skip
+        assert not any(method == "GetServerInfo" for method, _ in core.meter.calls), "what was not let in is no call"
 
     run(story)
 

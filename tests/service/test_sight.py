@@ -189,6 +189,51 @@ def test_rows_that_decode_go_on_between_encodings(rig: LoopRig) -> None:
     rig.settle()
 
 
+def test_a_large_image_is_encoded_a_part_at_a_time_beside_rows_that_decode(rig: LoopRig) -> None:
+    rig.engine.tower_parts = 5
+    talker = submit(rig, words(20), generate=60)
+    rig.until(talker, State.DECODE)
+    large = Picture(1)
+    heard = submit(rig, words(9, seed=1), large, generate=1)
+    said: list[int] = []
+    while heard.end is None:
+        before = len(talker.tokens)
+        assert rig.turn()
+        rig.store.run_pending()
+        said.append(len(talker.tokens) - before)
+    assert set(said) == {1}  # whoever decodes says a word in every step
+    assert len(said) > rig.engine.tower_parts
+    assert heard.tokens == rig.engine.continuation(words(9, seed=1) + large.run, 1)
+    assert rig.loop.totals.images_encoded == len(rig.engine.encoded) == 1
+    rig.settle()
+    alone = submit(rig, words(9, seed=2), Picture(2), generate=1)
+    taken = 0
+    while alone.end is None:
+        assert rig.turn()
+        rig.store.run_pending()
+        taken += 1
+    assert taken < len(said)  # nobody waits: all of it in one step
+
+
+def test_an_image_that_nobody_needs_any_more_is_left_half_encoded(rig: LoopRig) -> None:
+    rig.engine.tower_parts = 50
+    talker = submit(rig, words(20), generate=60)
+    rig.until(talker, State.DECODE)
+    picture = Picture(1)
+    heard = submit(rig, words(9, seed=1), picture, generate=1)
+    while picture.made == 0 or not rig.engine.half_encoded:
+        assert rig.turn()
+        rig.store.run_pending()
+    rig.loop.cancel(heard.row)
+    rig.run()
+    assert rig.engine.encoded == []
+    assert talker.tokens == rig.engine.continuation(words(20), 60)
+    again = submit(rig, words(9, seed=1), picture, generate=1)
+    rig.run()
+    assert again.tokens == rig.engine.continuation(words(9, seed=1) + picture.run, 1)
+    rig.settle()
+
+
 def test_inputs_are_made_for_a_few_images_at_a_time(rig: LoopRig) -> None:
     pictures = [Picture(n, at_once=False) for n in range(5)]
     heard = submit(rig, *pictures, generate=1)

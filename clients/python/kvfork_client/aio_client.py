@@ -206,6 +206,16 @@ class AsyncClient:
         """Scheduler, memory and store in numbers."""
         return await self._connection.unary(calls.cache_stats(), timeout)
 
+    async def trim_cache(
+        self, *, memory_bytes: int | None = None, disk_bytes: int | None = None, timeout: float | None = None
+    ) -> CacheStats:
+        """Evicts state of all owners down to these sizes, pinned snapshots' excepted; None leaves a tier alone. Admin.
+
+        Names stay: what lost its state has Residency.TOKENS, and is computed again by its next use. No `rows` are told.
+        """
+        call = calls.trim_cache(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+        return await self._connection.unary(call, timeout)
+
     async def health(self, service: str = "", *, timeout: float | None = None) -> HealthStatus:
         """The state of one service ("InferenceService"; empty: the whole process). Raises NotFound for one it lacks."""
         return await self._connection.unary(calls.health(service), timeout)

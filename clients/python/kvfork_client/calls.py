@@ -320,6 +320,15 @@ def cache_stats() -> Call[CacheStats]:
     )
 
 
+def trim_cache(*, memory_bytes: int | None, disk_bytes: int | None) -> Call[CacheStats]:
+    request = server_pb.TrimCacheRequest(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+
+    def parse(data: bytes) -> CacheStats:
+        return decode.cache_stats(server_pb.GetCacheStatsResponse(stats=_read(server_pb.TrimCacheResponse, data).stats))
+
+    return _call(SERVER + "TrimCache", request, parse)
+
+
 def health(service: str) -> Call[HealthStatus]:
     """`service` may be short ("InferenceService"); empty asks for the whole process."""
     full = f"kvfork.v1.{service}" if service and "." not in service else service

@@ -89,8 +89,11 @@ class Image:
 
     @classmethod
     def file(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads the file now; the server never opens paths or URLs."""
-        return cls(data=Path(path).read_bytes())
+        """Reads the file now; the server never opens paths or URLs. Raises OSError, and ValueError if it is empty."""
+        data = Path(path).read_bytes()
+        if not data:
+            raise ValueError(f"the file is empty: {os.fspath(path)!r}")
+        return cls(data=data)
 
     def digest(self) -> Self:
         """The same picture by its SHA-256 alone, for calls after one that sent it; ImageNotHeld: send it again."""

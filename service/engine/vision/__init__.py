@@ -2,6 +2,8 @@
 
     prepare    a decoded picture ─► the ids and arrays that upstream's processor makes of it (any thread)
     model      the model as `service.engine.calls.Calls`: tower, prefill calls that images touch, decode with places
+    pacing     a tower in parts
+    attention  the tower's attention, as a CPU is quick at it
     places     rotary places of text and images in three axes; pure
     runs       attention that goes both ways inside an image
     families   which of these a family needs

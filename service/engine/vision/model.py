@@ -6,17 +6,23 @@ places go into every call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from kvcache.media import IMAGE, MediaKey
+from service.engine import cpu
 from service.engine.calls import Features, Fed
 from service.engine.heads import shortened
 from service.engine.policies import is_window
 from service.engine.vision import upstream
+from service.engine.vision.attention import attend
 from service.engine.vision.families import Opens
+from service.engine.vision.pacing import Pace, Pass
 from service.engine.vision.places import place_behind, places
 from service.engine.vision.runs import Opened, Run, runs_of
 from service.plan import RowImage, TowerImage
@@ -42,6 +48,8 @@ class VisionCalls:
         self._image_id = image_id
         self._opens = opens
         self._merge = merge
+        self._pace = Pace(model)
+        self._on_cpu = cpu.prepare().accelerator == "cpu"
         self.alone = upstream.why_alone(model)
 
     def caches(self) -> list:
@@ -51,10 +59,23 @@ class VisionCalls:
         return place_behind(position, images, self._merge) if self._merge else position
 
     def encode(self, image: TowerImage) -> Features:
+        """All of the features of one image at once."""
+        made = self.encode_some(image, Pass(), math.inf)
+        assert made is not None
+        return made
+
+    def new_pass(self) -> Pass:
+        return Pass()
+
+    def encode_some(self, image: TowerImage, under_way: Pass, seconds: float) -> Features | None:
+        return self._pace.advance(under_way, seconds, lambda: self._encoded(image))
+
+    def _encoded(self, image: TowerImage) -> Features:
         if image.inputs is None:
             raise NoFeatures("the image's own arrays are gone")
         inputs = {name: mx.array(array) for name, array in image.inputs.items()}
-        made = upstream.embeddings(self._model, mx.array([image.ids], dtype=mx.int32), inputs)
+        with upstream.attention_by(partial(attend, self._pace.attention)) if self._on_cpu else nullcontext():
+            made = upstream.embeddings(self._model, mx.array([image.ids], dtype=mx.int32), inputs)
         features = {ROWS: made.inputs_embeds[0]}
         if made.deepstack_visual_embeds is not None:
             features[DEEP] = mx.stack(list(made.deepstack_visual_embeds))

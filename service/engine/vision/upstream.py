@@ -9,12 +9,15 @@ import importlib
 import importlib.util
 import json
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+
+from service.engine import cpu
 
 INSTALL = "pip install 'kvfork[vision]'"
 
@@ -129,6 +132,23 @@ def embeddings(model, ids: mx.array, inputs: Mapping[str, mx.array]):
     more = dict(inputs)
     pixels = more.pop("pixel_values")
     return model.get_input_embeddings(ids, pixels, mask=mx.ones(ids.shape, dtype=mx.int32), **more)
+
+
+@contextmanager
+def attention_by(attend: Callable[..., mx.array]) -> Iterator[None]:
+    """Inside, models call `attend(fused, ...)` in place of `fused`, MLX's own attention. For the engine thread alone.
+
+    Nothing is compiled meanwhile: upstream has attention in a compiled function, whose values are not there to look at.
+    """
+    fused = mx.fast.scaled_dot_product_attention
+    mx.disable_compile()
+    mx.fast.scaled_dot_product_attention = partial(attend, fused)
+    try:
+        yield
+    finally:
+        mx.fast.scaled_dot_product_attention = fused
+        if cpu.prepare().compile_enabled:
+            mx.enable_compile()
 
 
 def prompt_caches(model) -> list:
