@@ -75,9 +75,7 @@ class PictureStory:
         self._ask("second picture", c, [Message.user(_png(second), question.text)], question)
 
         self._print_table()
-        print(
-            f"\n{self._right} of {self._asked} answers are right; on pictures it never saw, nine in ten are (docs/models.md)."
-        )
+        print(f"\n{self._right} of {self._asked} answers are right. docs/models.md says how many are.")
         again = sum(receipt.usage.recomputed_tokens for receipt in self._receipts)
         encoded = sum(receipt.encoded for receipt in self._receipts)
         if again or encoded != 2:
