@@ -24,8 +24,8 @@ from .tools import Spellings
 
 _PROBE = {"type": "function", "function": {"name": "kvforkprobe", "description": "", "parameters": {"type": "object"}}}
 
-# A place that was kept is gone, or was never one: there is another way to the same tokens.
-_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage)
+# A place that was kept is gone, or too dear to come to: there is another way to the same tokens.
+_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage, kv.RecomputeLimit)
 
 
 class Completions:
