@@ -62,6 +62,20 @@ def test_the_token_goes_with_every_call(peer: Peer, flavour: Flavour) -> None:
     assert [metadata["authorization"] for metadata in peer.metadata] == ["Bearer secret"] * 2
 
 
+def test_one_connection_carries_calls_in_several_names(peer: Peer, flavour: Flavour) -> None:
+    client = flavour.client(peer.address, token="secret")
+    other, nobody = client.with_token("other"), client.with_token(None)
+    for each in (other, nobody, other.with_token("third"), client):
+        flavour.do(each.server_info)
+    flavour.do(flavour.do(other.generate, "x").result)
+    flavour.do(other.close)  # the connection is the first one's
+    flavour.do(client.server_info)
+    named = ["Bearer other", None, "Bearer third", "Bearer secret", "Bearer other", "Bearer secret"]
+    assert [metadata.get("authorization") for metadata in peer.metadata] == named
+    with pytest.raises(ValueError, match="printable ASCII"):
+        client.with_token("two words")
+
+
 def test_a_unix_socket_will_do(flavour: Flavour) -> None:
     with tempfile.TemporaryDirectory() as folder:  # short: a socket's path has at most 107 bytes
         path = Path(folder) / "s"

@@ -129,7 +129,7 @@ def test_time_and_room_are_bounded() -> None:
     freed = table.add("b", kept([*PROMPT, 1], [2], "b1"), 4.0)
     assert sorted(freed) == [("a", "a1-end"), ("a", "a1-prompt")] and len(table) == 3
     assert find(table, [*PROMPT, 2, 2, 7], now=11.9) is not None  # a use, which is ten seconds more
-    assert find(table, [*PROMPT, 1, 7], caller="b", now=13.5) is None
+    assert find(table, [*PROMPT, 1, 7], caller="b", now=14.5) is None
     assert find(table, [*PROMPT, 2, 2, 7], now=20.0) is not None
     assert len(table) == 1
     small: Conversations[str] = Conversations(Bounds(total_bytes=3000))

@@ -27,39 +27,37 @@ SYSTEM = (
 def test_a_twenty_turn_agent_reuses_nine_tenths_of_its_prompts(tmp_path: Path) -> None:
     model = with_template(resolve("gemma3"), tmp_path / "gemma3", chat_templates.GEMMA3)
     messages: Any = [{"role": "system", "content": SYSTEM}]
-    prompts, cached, new, whole = 0, 0, 0, 0
+    prompts, reused, new, whole, reach = 0, 0, 0, 0, 0
     with LiveServer(model) as server, LiveGateway(server, "--alias", "*=gemma3") as gateway, gateway.client() as agent:
         for turn in range(TURNS):
-            words = f"Result {turn}: shelf {turn % 7} has {turn + 3} books, two of them lent since day {turn * 2}. What next?"
+            words = f"Result {turn}: shelf {turn % 7} has {turn + 3} books. What next?"
             messages.append({"role": "user", "content": words})
             answer = agent.chat.completions.create(
-                model="an-assistant", messages=messages, max_tokens=16, temperature=0.7, seed=turn
+                model="an-assistant", messages=messages, max_tokens=6, temperature=0.7, seed=turn
             )
-            usage = answer.usage
-            last = prompts and usage.prompt_tokens_details.cached_tokens
-            whole += bool(last and last >= expected)
+            usage, cached = answer.usage, answer.usage.prompt_tokens_details.cached_tokens
+            whole += bool(reach and cached >= reach)
             prompts += usage.prompt_tokens
-            cached += usage.prompt_tokens_details.cached_tokens
+            reused += cached
             new += answer.model_extra["kvfork"]["receipt"]["new_tokens"]
-            expected = usage.prompt_tokens + usage.completion_tokens
+            reach = usage.prompt_tokens + usage.completion_tokens
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-    share = cached / prompts
-    print(
-        f"\n{TURNS} turns, {prompts} prompt tokens, {cached} reused ({share:.1%}), {new} new; {whole} answers gone on from"
-    )
-    assert share >= 0.9
-    assert new <= prompts - cached
+    print(f"\n{TURNS} turns: {reused} of {prompts} prompt tokens reused, {reused / prompts:.1%}; {new} were new")
+    print(f"{whole} answers were gone on from at their end")
+    assert reused >= 0.9 * prompts
+    assert new == prompts - reused
 
 
-TOOLS_TEMPLATE = (
-    '{% if tools %}{{ \'<|im_start|>system\nYou call tools: <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools:\' }}'
-    "{% for tool in tools %}{{ '\n' + (tool.function | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+TOOLS_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\n' }}Call tools so: <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools:
+{%- for tool in tools %}{{ '\n' + (tool.function | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}
+{%- set tool = m.role == 'tool' %}
+{{- '<|im_start|>' + ('user' if tool else m.role) + '\n' }}
+{{- '<tool_response>\n' + m.content + '\n</tool_response>' if tool else m.content }}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 TOOL: Any = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
@@ -80,9 +78,9 @@ def shown(number: int, city: str) -> list[Any]:
 
 def test_a_model_calls_a_tool_and_goes_on_with_its_result(tmp_path: Path) -> None:
     model = with_template(resolve("smollm2"), tmp_path / "smollm2", TOOLS_TEMPLATE)
-    messages: Any = [m for i, city in enumerate(("Rome", "Lima", "Cairo")) for m in shown(i, city)]
+    messages: Any = [m for i, city in enumerate(("Rome", "Cairo")) for m in shown(i, city)]
     messages.append({"role": "user", "content": "What is the weather in Paris?"})
-    asked: dict[str, Any] = {"model": "smollm2", "tools": [TOOL], "max_tokens": 60, "temperature": 0}
+    asked: dict[str, Any] = {"model": "smollm2", "tools": [TOOL], "max_tokens": 40, "temperature": 0}
     with LiveServer(model) as server, LiveGateway(server) as gateway, gateway.client() as agent:
         answer = agent.chat.completions.create(**asked, messages=messages)
         (choice,) = answer.choices
@@ -100,6 +98,7 @@ def test_a_model_calls_a_tool_and_goes_on_with_its_result(tmp_path: Path) -> Non
             choice.message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": "rain"},
         ]
+        asked["max_tokens"] = 1
         further = agent.chat.completions.create(**asked, messages=messages)
         # The call reads as the model wrote it: not a token of it is read again.
         assert further.usage.prompt_tokens_details.cached_tokens >= answer.usage.total_tokens

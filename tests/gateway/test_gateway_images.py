@@ -52,7 +52,7 @@ def test_a_picture_is_seen_and_gone_on_from(client: openai.OpenAI) -> None:
     history = [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "Sure?"}]
     further = ask(shown(1), *history)
     cached = further.usage.prompt_tokens_details.cached_tokens
-    assert cached >= first.usage.prompt_tokens
+    assert cached >= first.usage.prompt_tokens - 6  # but for what opens an answer
     swapped = ask(shown(2), *history)
     assert swapped.usage.prompt_tokens == further.usage.prompt_tokens
     # A second picture in a later turn is seen as well.

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.mlx]
 
 MODEL = "tiny-gemma3"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+OPENING = 6  # tokens that open an answer, at most
 ASK: Any = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "What is the capital?"}]
 
 
@@ -113,11 +114,13 @@ def test_json_by_a_schema_and_json_at_all(client: openai.OpenAI) -> None:
         "additionalProperties": False,
     }
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": schema}}
-    answer = client.chat.completions.create(**GREEDY, messages=ASK, max_tokens=200, response_format=form)
+    # The form is that of the answer: a model that has marks around reasoning may reason first, and this one would.
+    unthinking = {"logit_bias": {"3": -100}}
+    answer = client.chat.completions.create(**GREEDY, messages=ASK, max_tokens=200, response_format=form, **unthinking)
     assert answer.choices[0].finish_reason == "stop", answer.choices[0].message.content
     validate(json.loads(answer.choices[0].message.content), schema)
     some = client.chat.completions.create(
-        **GREEDY, messages=ASK, max_tokens=20, response_format={"type": "json_object"}
+        **GREEDY, messages=ASK, max_tokens=20, response_format={"type": "json_object"}, **unthinking
     )
     assert some.choices[0].message.content.lstrip().startswith("{")
 
@@ -219,11 +222,11 @@ def test_handles_keep_and_continue_a_state(client: openai.OpenAI, server: LiveSe
 
 def test_a_growing_conversation_goes_on_from_its_last_answer(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "First of all, tell me something about this place."}]
-    before = 0
+    before = OPENING
     for turn in range(4):
         answer = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=30)
         # Random weights write what no tokenizer would: then the answer is read again, but nothing that came before it.
-        assert answer.usage.prompt_tokens_details.cached_tokens >= before
+        assert answer.usage.prompt_tokens_details.cached_tokens >= before - OPENING
         before = answer.usage.prompt_tokens
         messages += [
             {"role": "assistant", "content": answer.choices[0].message.content},
@@ -252,7 +255,7 @@ def test_the_same_tokens_are_asked_for_with_and_without_a_kept_place(client: ope
         rendered = direct.count_tokens(turns, rendered=True)
         assert made.tokens()[: saved.usage.prompt_tokens] == rendered.token_ids
         made.release()
-    assert saved.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens
+    assert saved.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - OPENING
 
 
 def test_eight_callers_at_once_get_what_each_would_get_alone(gateway: LiveGateway) -> None:

@@ -14,11 +14,12 @@ FORMS = {
     "json": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>',
     "parameters": '<|python_tag|>{"name": "weather", "parameters": {"city": "Oslo", "days": 2}}',
     "array": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}]',
-    "text in text": '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\", \\"days\\": 2}"}</tool_call>',
+    "text in text": '<tool_call>{"name": "weather", "arguments": "{\\"city\\":\\"Oslo\\",\\"days\\":2}"}</tool_call>',
     "tags": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
     "</function>\n</tool_call>",
     "pythonic": '<|tool_call_start|>[weather(city="Oslo", days=2)]<|tool_call_end|>',
-    "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo", "days": 2}<|call|>',
+    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Oslo", "days": 2}<|call|>',
 }
 
 

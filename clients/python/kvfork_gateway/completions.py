@@ -24,8 +24,8 @@ from .tools import Spellings
 
 _PROBE = {"type": "function", "function": {"name": "kvforkprobe", "description": "", "parameters": {"type": "object"}}}
 
-# A place that was kept is gone, or was never one: there is another way to the same tokens.
-_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage)
+# A place that was kept is gone, or too dear to come to: there is another way to the same tokens.
+_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage, kv.RecomputeLimit)
 
 
 class Completions:
@@ -37,6 +37,7 @@ class Completions:
         self._keeper = Keeper(bounds)
         self._spellings = Spellings()
         self._takes_tools: dict[str, bool] = {}  # by fingerprint
+        self._openings: dict[str, tuple[int, ...]] = {}  # by fingerprint: what opens an answer
 
     def caller(self, token: str | None) -> Caller:
         """Raises Refused for a token that no header can carry."""
@@ -98,10 +99,22 @@ class Completions:
             variables["tools"] = list(request.tools)
         chat = kv.chat(turns, template_vars=variables)
         if request.extension.parent:
-            return Prompt(input=chat, ids=None, images=())
-        counted = await caller.client.count_tokens(chat, model=model.name, rendered=True)
+            return Prompt(input=chat)
+        ids = (await caller.client.count_tokens(chat, model=model.name, rendered=True)).token_ids
         images = tuple(hashlib.sha256(image.data).digest() for image in images_of(request.turns))
-        return Prompt(input=chat, ids=counted.token_ids, images=images)
+        return Prompt(input=chat, ids=ids, images=images, turns_end=await self._turns_end(chat, ids, model, caller))
+
+    async def _turns_end(self, chat: kv.ChatInput, ids: tuple[int, ...], model: kv.ModelInfo, caller: Caller) -> int:
+        """Where the turns end and what opens the answer begins. Asked once per model, since models open all alike."""
+        opening = self._openings.get(model.fingerprint)
+        if opening is None or ids[len(ids) - len(opening) :] != opening:
+            closed = replace(chat, add_generation_prompt=False)
+            turns = (await caller.client.count_tokens(closed, model=model.name, rendered=True)).token_ids
+            end = next(
+                (i for i, (a, b) in enumerate(zip(ids, turns, strict=False)) if a != b), min(len(ids), len(turns))
+            )
+            opening = self._openings[model.fingerprint] = ids[end:]
+        return len(ids) - len(opening) or len(ids)
 
     async def _begin(
         self, request: ChatRequest, model: kv.ModelInfo, caller: Caller, prompt: Prompt, place: Place | None
@@ -110,18 +123,20 @@ class Completions:
         if place is not None:
             start = await self._keeper.stand_at(place, prompt, caller)
         keeps = prompt.ids is not None and request.extension.save is None
-        shared: kv.AsyncSnapshot | None = None
+        own = self._keeper.options
+        marks = [kv.Mark.at(prompt.turns_end, own)] if keeps and start.tokens < prompt.turns_end else []
+        shared: kv.AsyncSnapshot | None = None  # the prompt, for several choices
         if request.n > 1:
             assert start.given is not None
             shared = await caller.client.create_snapshot(
-                start.given, start.parent, model=model.name, options=self._keeper.options
+                start.given, start.parent, model=model.name, marks=marks, options=own
             )
-            passing = start.passing if keeps else (*start.passing, shared.name)
-            start = Start(parent=shared, given=None, passing=passing)
+            start = replace(start, parent=shared, given=None, passing=(*start.passing, shared.name))
 
         def ended(completion: Completion) -> None:
             if keeps:
-                self._keeper.remember(completion, caller, prompt, model, place=place, shared=shared)
+                marked = shared.marks.get(0) if shared is not None else None
+                self._keeper.remember(completion, caller, prompt, model, place=place, shared=marked)
             for choice in completion.choices:
                 if choice.calls:
                     self._spellings.remember(caller, choice.calls, choice.content, "".join(choice.said))
@@ -130,7 +145,6 @@ class Completions:
         completion = Completion(
             request=request, model=model, prompt_usage=shared.usage if shared is not None else None, ended=ended
         )
-        own = self._keeper.options
         try:
             for index in range(request.n):
                 generation = caller.client.generate(
@@ -140,7 +154,7 @@ class Completions:
                     sampling=_sampling(request.sampling, index),
                     stopping=request.stopping,
                     save=request.extension.save or (own if keeps else False),
-                    marks=[kv.Mark.prompt_end(own)] if keeps and shared is None else [],
+                    marks=marks if shared is None else [],
                     constraint=request.constraint,
                     max_recompute_tokens=request.extension.max_recompute_tokens,
                     priority=request.extension.priority,

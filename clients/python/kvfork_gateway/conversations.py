@@ -34,7 +34,11 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; "" for none."""
+    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; "" for none.
+
+    The answer begins where the turns end: what the template writes to open it belongs to it, since a later rendering
+    may open it otherwise.
+    """
 
     model: str
     images: tuple[bytes, ...]  # SHA-256 of each in the prompt, in order

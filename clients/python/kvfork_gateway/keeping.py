@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,19 +37,22 @@ class Prompt:
     """What is asked of the model: the input, and the ids that the server's template makes of it.
 
     `ids` None: behind a parent of the caller's own, whose tokens are not looked at. `images`: SHA-256 of each.
+    `turns_end`: how many of the ids there are before what opens the answer.
     """
 
     input: kv.InputLike
-    ids: tuple[int, ...] | None
-    images: tuple[bytes, ...]
+    ids: tuple[int, ...] | None = None
+    images: tuple[bytes, ...] = ()
+    turns_end: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a call begins: `given` behind `parent`. `passing` are names to let go of when it has ended."""
+    """Where a call begins: `given` behind `parent`, of `tokens`. `passing` are names to let go of when it has ended."""
 
     parent: kv.SnapshotRef | None
     given: kv.InputLike | None
+    tokens: int = 0
     passing: tuple[str, ...] = ()
 
 
@@ -73,14 +77,15 @@ class Keeper:
         """Goes there. Raises KVForkError, as for a snapshot that is gone by now."""
         assert prompt.ids is not None
         parent: kv.SnapshotRef = place.snapshot
-        tokens, passing = place.tokens, ()
+        tokens = place.tokens
+        passing: tuple[str, ...] = ()
         if place.cut:
             source = caller.client.snapshot(place.snapshot)
             cut = await source.rollback(token_count=place.tokens, rounding=kv.Rounding.DOWN, options=self._cut_options)
             parent, tokens, passing = cut, cut.token_count, (cut.name,)
             if tokens < place.prompt_tokens and place.prompt:
                 parent, tokens = place.prompt, place.prompt_tokens
-        return Start(parent=parent, given=kv.raw(kv.tokens(prompt.ids[tokens:])), passing=passing)
+        return Start(parent=parent, given=kv.raw(kv.tokens(prompt.ids[tokens:])), tokens=tokens, passing=passing)
 
     def forget(self, place: Place) -> None:
         """The snapshots there are of no use."""
@@ -96,25 +101,29 @@ class Keeper:
         place: Place | None,
         shared: kv.AsyncSnapshot | None,
     ) -> None:
-        """What later turns can go on from: the end of each answer, and of the prompt also where no answer came.
+        """What later turns can go on from: the end of each answer, and its beginning also where no answer came.
 
-        `place` is where the call went on from, `shared` the prompt's end where the choices have one in common.
+        `place` is where the call went on from. The beginning is `shared`, or what each choice has marked.
         """
         assert prompt.ids is not None
-        prompt_digest = digest(prompt.ids)
+        beginning, opening = prompt.ids[: prompt.turns_end], array("I", prompt.ids[prompt.turns_end :])
+        prompt_digest = digest(beginning)
+        # Where the call went on from just there, nothing was marked.
+        there = place.snapshot if place is not None and not place.cut and place.tokens == prompt.turns_end else ""
         for stream in completion.streams:
             marked = shared or stream.generation.marks.get(0)
+            name = marked.name if marked is not None else there
             finished = stream.choice.finished
             end = finished.snapshot if finished is not None else None
-            if marked is None and end is None:
+            if not name and end is None:
                 continue
             kept = Kept(
                 model=model.name,
                 images=prompt.images,
-                prompt_tokens=len(prompt.ids),
+                prompt_tokens=prompt.turns_end,
                 prompt_digest=prompt_digest,
-                answer=stream.choice.ids if end is not None else stream.choice.ids[:0],
-                prompt=marked.name if marked is not None else "",
+                answer=opening + stream.choice.ids if end is not None else array("I"),
+                prompt=name,
                 end=end.name if end is not None else "",
                 follows=place.entry if place is not None else None,
             )
