@@ -346,7 +346,7 @@ def fuzz(seconds: float, seed: int, model: str = "tiny-gemma3") -> Counter[str]:
 
 
 def check(server: LiveServer, expected: list[int], question: Any) -> None:
-    """The server is as it was, but for the snapshots that were made."""
+    """The server is as it was, but for the snapshots that were made; then without them, so that the next have room."""
     assert server.process.poll() is None, server.log.read_text()[-5_000:]
     complaints = server.complaints()
     if complaints:
@@ -359,6 +359,11 @@ def check(server: LiveServer, expected: list[int], question: Any) -> None:
     left = server.report()
     for name in ("sequences", "scheduled", "rows", "row_bytes", "running", "saving", "held", "uses"):
         assert left[name] == 0, (name, left)
+    while listed := server.snapshots.ListSnapshots(snapshot_service_pb2.ListSnapshotsRequest()).snapshots:
+        for snapshot in listed:
+            server.snapshots.DeleteSnapshot(
+                snapshot_service_pb2.DeleteSnapshotRequest(name=snapshot.name, allow_missing=True)
+            )
 
 
 def main() -> int:
