@@ -46,7 +46,7 @@ class PictureStory:
         from kvfork_client import ChatInput, Message
 
         first, second = self._scene(), self._scene()
-        questions = self._questions(first, ("colour", "where", "is there"))
+        questions = self._questions(first, ("colour", "what is at", "is there"))
 
         _heading("1. A picture, and a snapshot A behind it")
         _tell(first)
@@ -66,7 +66,7 @@ class PictureStory:
         back = b.rollback(token_count=a.token_count)
         assert back.usage is not None
         self._note("rollback to A", back.usage)
-        (question,) = self._questions(first, ("what is at",))
+        (question,) = self._questions(first, ("shape",))
         c = self._ask("question after it", back, [Message.user(question.text)], question)
 
         _heading("4. Another picture in the same chat")
@@ -75,7 +75,7 @@ class PictureStory:
         self._ask("second picture", c, [Message.user(_png(second), question.text)], question)
 
         self._print_table()
-        print(f"\n{self._right} of {self._asked} answers are right.")
+        print(f"\n{self._right} of {self._asked} answers are right. docs/models.md says how many are.")
         again = sum(receipt.usage.recomputed_tokens for receipt in self._receipts)
         encoded = sum(receipt.encoded for receipt in self._receipts)
         if again or encoded != 2:

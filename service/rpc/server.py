@@ -29,6 +29,7 @@ from service.rpc import health as health_rpc
 from service.rpc.access import Access
 from service.rpc.counting import CountingInterceptor
 from service.rpc.door import Door
+from service.rpc.ended import be_quiet_about_ended_calls
 from service.rpc.health import HealthServicer
 from service.rpc.inference import InferenceServicer
 from service.rpc.interceptor import ErrorInterceptor
@@ -91,6 +92,7 @@ class RpcServer:
         `inner`: also listen on this socket file, for what serves callers of its own in this process. They come through
         the same door.
         """
+        be_quiet_about_ended_calls()
         self._core = core
         self._config = config
         self._access = access or Access(config)

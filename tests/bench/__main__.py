@@ -27,6 +27,7 @@ BENCHES = {
     "batch": "how decoding four rows together differs from one alone (gemma3 and every tiny model)",
     "store": "the record store against plain files",
     "health": "how long a health check takes while the server is full (smollm2)",
+    "guarded": "what TLS, tokens and metrics cost together (smollm2)",
     "rpc": "what a token and a first token cost beyond the engine (tiny-llama)",
 }
 

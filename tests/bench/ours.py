@@ -117,8 +117,16 @@ class Reply:
 class Server:
     """`kvfork serve` on a free port of loopback."""
 
-    def __init__(self, model: str, *flags: str, program: Sequence[str] = ("-m", "service", "serve")) -> None:
+    def __init__(
+        self,
+        model: str,
+        *flags: str,
+        program: Sequence[str] = ("-m", "service", "serve"),
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """`credentials`: how its own calls are made; None in the clear."""
         self.model = model
+        self._credentials = credentials
         self.process = Process(
             [sys.executable, *program, "--model", model, "--address", "127.0.0.1:0", "--log-level", "warning", *flags]
         )
@@ -129,7 +137,10 @@ class Server:
         except BaseException:
             self.process.stop()
             raise
-        self.channel = grpc.insecure_channel(self.address, options=_CHANNEL)
+        if self._credentials is None:
+            self.channel = grpc.insecure_channel(self.address, options=_CHANNEL)
+        else:
+            self.channel = grpc.secure_channel(self.address, self._credentials, options=_CHANNEL)
         self.inference = InferenceServiceStub(self.channel)
         self.snapshots = SnapshotServiceStub(self.channel)
         self.info = ServerServiceStub(self.channel)

@@ -63,6 +63,7 @@ PROMISED = {
         "store.decode_on_over_off",
     },
     "health": {"health.check_p99_ms"},
+    "guarded": {"guarded.tokens_over_open"},
     "rpc": {"rpc.overhead_per_token_us", "rpc.ttft_overhead_ms"},
 }
 

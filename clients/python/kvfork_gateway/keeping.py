@@ -77,7 +77,8 @@ class Keeper:
         """Goes there. Raises KVForkError, as for a snapshot that is gone by now."""
         assert prompt.ids is not None
         parent: kv.SnapshotRef = place.snapshot
-        tokens, passing = place.tokens, ()
+        tokens = place.tokens
+        passing: tuple[str, ...] = ()
         if place.cut:
             source = caller.client.snapshot(place.snapshot)
             cut = await source.rollback(token_count=place.tokens, rounding=kv.Rounding.DOWN, options=self._cut_options)

@@ -1,0 +1,25 @@
+"""What gRPC logs of calls that have ended under it. Owns which of it is an error.
+
+A deadline that passes between a handler's last word and the status leaves gRPC with nobody to send the status to. It
+calls that an error and writes a traceback, though nothing failed and nobody hears: it is a cancellation like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+
+
+class CallHasEnded(logging.Filter):
+    """Lets all pass but that."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return type(error).__name__ != "ExecuteBatchError"  # gRPC's own, without a public name
+
+
+_ENDED = CallHasEnded()
+
+
+def be_quiet_about_ended_calls() -> None:
+    """For the process; once more is of no effect."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_ENDED)
