@@ -2,16 +2,22 @@
 
 Where several workers share the machine (`pytest -n`), each of them and every server that it starts computes on one
 thread: two that spin for each other's core take longer than one after the other.
+
+A shell that starts the suite in the background has it ignore Ctrl-C, and so would every program that tests interrupt.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 
 from service.engine import cpu
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read when the libraries are loaded
         os.environ.setdefault(variable, "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 cpu.prepare()

@@ -174,7 +174,7 @@ def test_what_is_asked_for_wrongly_is_named(client: openai.OpenAI) -> None:
     assert refused(messages=turn) == (bad, "messages[0].content[0].image_url.url", "unsupported_parameter")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     assert refused(response_format=form) == (bad, "response_format", "invalid_value")
-    long = [{"role": "user", "content": "word " * 400_000}]
+    long = [{"role": "user", "content": "word " * 60_000}]
     assert refused(messages=long) == (bad, "messages", "context_length_exceeded")
     # In a stream too, as a status and not as an event.
     assert refused(temperature=-1, stream=True) == (bad, "temperature", "invalid_value")

@@ -77,6 +77,7 @@ class Play:
         self.names: dict[tuple[str, str], Name] = {}
         self.lookups: list[tuple[Lookup, list[int]]] = []
         self.done: Counter[str] = Counter()
+        self.ordered: set[RecordId] = set()  # of no use to anybody, and held until an order has been carried out
 
     # -- operations
 
@@ -89,15 +90,20 @@ class Play:
         useful = self.useful()
         getattr(self, "do_" + name.replace(" ", "_"))()
         if name == "restart":  # memory is gone, and with it what stood on it
+            self.ordered = set()
             self.check_names()
             self.check()
             return
         kept = held_before & self.protected()
         gone = [record for record in kept if not self.store.locate(record)]
         assert not gone, f"{name}: protected records are gone: {gone}"
-        left = useful & self.store._index._entries.keys()
+        # What an order not carried out yet is to write is pinned for that long, and goes when it has been.
+        left = (useful & self.store._index._entries.keys()) | self.ordered
         orphans = left - self.useful() - self.on_the_way() - self.protected()
+        self.ordered = orphans & self.store._index._pins.keys()
+        orphans = (orphans & self.store._index._entries.keys()) - self.ordered
         assert not orphans, f"{name}: left behind, and no use to anybody: {orphans}"
+        assert not self.ordered or self.store._io._background
         self.check()
 
     def prompt(self, *, longer_than: list[int] | None = None) -> list[int]:

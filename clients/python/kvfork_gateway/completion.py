@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -75,7 +75,7 @@ class Completion:
             "kvfork": self._receipt(),
         }
 
-    async def parts(self) -> AsyncIterator[Chunk | None]:
+    async def parts(self) -> AsyncGenerator[Chunk | None, None]:
         """The chunks of a stream; None to show that it goes on. Raises Refused."""
         head = self._head("chat.completion.chunk")
         if self._request.include_usage:

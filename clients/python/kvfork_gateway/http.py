@@ -90,7 +90,7 @@ class Application:
         completion = await self._completions.start(request, caller)
         try:
             if request.stream:
-                async with aclosing(completion.parts()) as parts:  # type: ignore[type-var]
+                async with aclosing(completion.parts()) as parts:
                     await exchange.stream(parts, completion.id)
             else:
                 await exchange.answer(200, await completion.whole(), ("x-request-id", completion.id))
