@@ -82,6 +82,7 @@ def _guarded(model: str, folder: Path) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ["--tls-cert", str(certificate), "--tls-key", str(key), "--tokens", str(tokens), "--metrics", f":{port}"]
+    flags += ["--max-owner-running", "0"]  # one caller plays all chats; else some rows are kept for others
     with Server(model, *flags, credentials=secure) as server:
         page, over = f"http://127.0.0.1:{port}/metrics", threading.Event()
         with ThreadPoolExecutor(1) as pool:
