@@ -59,8 +59,8 @@ class ImageRefused(ValueError):
         self.reason = reason
 
 
-class Preparer(Protocol):
-    """A model's image processor. An image takes the place of one `marker_id` in a tokenized prompt.
+class ImageForm(Protocol):
+    """How a model's prompts show images. An image takes the place of one `marker_id` in a tokenized prompt.
 
     `written` is what stands in a prompt's text in place of the marker that a chat template wrote, before the text is
     tokenized: the marker with what the model's own processor writes around it.
@@ -73,6 +73,10 @@ class Preparer(Protocol):
     whole_images: bool  # the model must see an image's run in one call: attention inside it goes both ways
     opening: tuple[int, ...]  # token ids before an image that no template placed
     closing: tuple[int, ...]  # and behind it
+
+
+class Preparer(ImageForm, Protocol):
+    """A model's image processor."""
 
     def prepare(self, picture: Picture) -> Prepared:
         """Raises ImageRefused."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvcache.media import MediaSpan, cut_inside, spans_of, symbols
 from service.errors import InvalidField
 from service.events import ModelView
-from service.media import Prepared, Preparer
+from service.media import ImageForm, Prepared
 from service.request import (
     ChatInput,
     ImagePart,
@@ -60,31 +60,31 @@ def resolve_prompt(
     given: Input | None,
     marks: Sequence[Mark] = (),
     at: str = "input",
-    preparer: Preparer | None = None,
+    form: ImageForm | None = None,
     pictures: Sequence[Prepared] = (),
 ) -> Prompt:
     """The context after `given`; `at` is the field path for errors. Raises InvalidField, TurnOpen, Template…
 
-    `pictures` are those of `given`, in reading order, as `preparer` has made them.
+    `pictures` are those of `given`, in reading order, prepared by what has this `form`.
     """
     tokens = array("I", context)
     text = ""
     message_ends: tuple[int | None, ...] = ()
     if isinstance(given, RawInput):
         check_token_ids(given.parts, model, f"{at}.raw")
-        _refuse_markers(codec, given, preparer, f"{at}.raw")
-        placed = _with_runs(given, preparer, pictures)
+        _refuse_markers(codec, given, form, f"{at}.raw")
+        placed = _with_runs(given, form, pictures)
         tokens.extend(codec.encode_raw(placed, with_parent=bool(context)))
-        text = _raw_text(codec, given, preparer) if pictures else ""
+        text = _raw_text(codec, given, form) if pictures else ""
     elif isinstance(given, ChatInput):
         for m, message in enumerate(given.messages):
             check_token_ids(message.parts, model, f"{at}.chat.messages[{m}]")
         ends = {mark.message_count for mark in marks if mark.message_count is not None}  # each costs a rendering
         at_chat = f"{at}.chat"
-        _refuse_markers(codec, given, preparer, at_chat)
+        _refuse_markers(codec, given, form, at_chat)
         images = None
-        if preparer is not None:
-            images = Images(preparer.marker, preparer.written, tuple(_run(picture) for picture in pictures))
+        if form is not None:
+            images = Images(form.marker, form.written, tuple(_run(picture) for picture in pictures))
         if context:
             rendered = chat.append(codec, context, given, ends=ends, at=at_chat, images=images)
         else:
@@ -101,21 +101,21 @@ def _run(picture: Prepared) -> tuple[int, ...]:
     return tuple(symbols(picture.key, len(picture.ids)))
 
 
-def _with_runs(given: RawInput, preparer: Preparer | None, pictures: Sequence[Prepared]) -> RawInput:
+def _with_runs(given: RawInput, form: ImageForm | None, pictures: Sequence[Prepared]) -> RawInput:
     """Raw input with each image as the run of tokens that stands for it."""
-    if preparer is None or not pictures:
+    if form is None or not pictures:
         return given
     runs = iter(pictures)
     parts = [
-        TokenPart((*preparer.opening, *_run(next(runs)), *preparer.closing)) if isinstance(part, ImagePart) else part
+        TokenPart((*form.opening, *_run(next(runs)), *form.closing)) if isinstance(part, ImagePart) else part
         for part in given.parts
     ]
     return replace(given, parts=tuple(parts))
 
 
-def _raw_text(codec: TextCodec, given: RawInput, preparer: Preparer | None) -> str:
+def _raw_text(codec: TextCodec, given: RawInput, form: ImageForm | None) -> str:
     """Raw input as text, with the marker for each image."""
-    assert preparer is not None
+    assert form is not None
     pieces: list[str] = []
     for part in given.parts:
         if isinstance(part, TextPart):
@@ -123,16 +123,16 @@ def _raw_text(codec: TextCodec, given: RawInput, preparer: Preparer | None) -> s
         elif isinstance(part, TokenPart):
             pieces.append(codec.text_of(part.ids))
         else:
-            pieces += [codec.text_of(preparer.opening), preparer.marker, codec.text_of(preparer.closing)]
+            pieces += [codec.text_of(form.opening), form.marker, codec.text_of(form.closing)]
     return "".join(pieces)
 
 
-def _refuse_markers(codec: TextCodec, given: Input, preparer: Preparer | None, at: str) -> None:
+def _refuse_markers(codec: TextCodec, given: Input, form: ImageForm | None, at: str) -> None:
     """A caller's own text or ids must not stand for an image: nothing would be seen there."""
-    if preparer is None:
+    if form is None:
         return
-    reserved = {preparer.placeholder_id, preparer.marker_id}
-    names = {codec.text_of([token]) for token in reserved} | {preparer.marker}
+    reserved = {form.placeholder_id, form.marker_id}
+    names = {codec.text_of([token]) for token in reserved} | {form.marker}
     top = at.rpartition(".")[0]
     for path, part in parts_of(given, top):
         if isinstance(part, TextPart) and any(name in part.text for name in names if name):

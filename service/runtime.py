@@ -201,7 +201,7 @@ class Runtime:
 
         def resolve() -> Prompt:
             return resolve_prompt(
-                loaded.codec, loaded.view, context, given, marks, at, preparer=loaded.preparer, pictures=pictures
+                loaded.codec, loaded.view, context, given, marks, at, form=loaded.preparer, pictures=pictures
             )
 
         prompt = await self.on_text_thread(resolve)

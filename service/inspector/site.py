@@ -87,7 +87,7 @@ class Site:
         # The status goes out with the first message: what is refused before it is refused as any other call is.
         try:
             first = await anext(replies, None)
-        except BaseException:
+        except BaseException:  # refused, or the page has left: the call behind it ends with it; it is raised on
             await replies.aclose()
             raise
         return Response(status=200, headers=(LINES,), body=_Lines(first, replies))

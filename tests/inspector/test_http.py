@@ -336,14 +336,19 @@ def test_without_a_token_nothing_is_answered_and_with_one_the_owners_own(tmp_pat
     run(story)
 
 
-def test_a_certificate_is_served_with_and_a_changed_one_taken_up(tmp_path: Path):
+def over_tls(folder: Path) -> tuple[Authority, str, dict[str, Path]]:
+    """An authority (its certificate is `ca.pem`), alice's token, and the settings of a server with both."""
     authority = Authority()
-    certificate, key = authority.server().write(tmp_path, "server")
-    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    certificate, key = authority.server().write(folder, "server")
+    (folder / "ca.pem").write_bytes(authority.pem)
     token, line = new_token("alice")
-    (tmp_path / "tokens").write_text(f"{line}\n")
-    (tmp_path / "tokens").chmod(0o600)
-    settings = {"tls_cert": certificate, "tls_key": key, "tokens": tmp_path / "tokens"}
+    (folder / "tokens").write_text(f"{line}\n")
+    (folder / "tokens").chmod(0o600)
+    return authority, token, {"tls_cert": certificate, "tls_key": key, "tokens": folder / "tokens"}
+
+
+def test_a_certificate_is_served_with_and_a_changed_one_taken_up(tmp_path: Path):
+    authority, token, settings = over_tls(tmp_path)
 
     def serial(page: Page) -> int:
         connection = page._connection()
@@ -374,18 +379,8 @@ def test_a_certificate_is_served_with_and_a_changed_one_taken_up(tmp_path: Path)
 
 
 def test_an_authority_for_clients_counts_here_too(tmp_path: Path):
-    authority = Authority()
-    certificate, key = authority.server().write(tmp_path, "server")
-    (tmp_path / "ca.pem").write_bytes(authority.pem)
-    token, line = new_token("alice")
-    (tmp_path / "tokens").write_text(f"{line}\n")
-    (tmp_path / "tokens").chmod(0o600)
-    settings = {
-        "tls_cert": certificate,
-        "tls_key": key,
-        "tls_client_ca": tmp_path / "ca.pem",
-        "tokens": tmp_path / "tokens",
-    }
+    authority, token, settings = over_tls(tmp_path)
+    settings["tls_client_ca"] = tmp_path / "ca.pem"
 
     async def story() -> None:
         async with inspected(**settings) as (page, core):

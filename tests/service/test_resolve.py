@@ -12,7 +12,7 @@ import pytest
 from kvcache.media import MediaKey, spans_of, symbols
 from service.errors import CallError, InvalidField
 from service.events import ModelState, ModelView
-from service.media import Picture, Prepared
+from service.media import Prepared
 from service.request import ChatInput, ImagePart, Landmark, Mark, Message, RawInput, Role, Sampling, TextPart, TokenPart
 from service.resolve import Prompt, check_room, mark_positions, resolve_prompt, resolve_sampling
 from service.text.tokens import TextCodec
@@ -162,7 +162,7 @@ LISTS_ONLY = PARTS_TEMPLATE.replace("{{ m.content }}{% else %}", "{% else %}")
 
 @dataclass(frozen=True)
 class Seer:
-    """Says how a model wants its images; here they are prepared by hand."""
+    """Says how a model's prompts show images."""
 
     placeholder_id: int = 450
     marker_id: int = 450
@@ -171,9 +171,6 @@ class Seer:
     whole_images: bool = False
     opening: tuple[int, ...] = (11,)
     closing: tuple[int, ...] = (12, 13)
-
-    def prepare(self, picture: Picture) -> Prepared:
-        raise NotImplementedError
 
 
 def seen(seed: int, count: int = 6) -> Prepared:
@@ -206,7 +203,7 @@ def said(role: Role, *parts: TextPart | TokenPart | ImagePart) -> Message:
 def test_images_in_raw_input_stand_between_their_opening_and_closing(codec: TextCodec) -> None:
     a, b = seen(1), seen(2, 4)
     given = RawInput(parts=(TokenPart((7,)), IMAGE_PART, TextPart("river"), IMAGE_PART))
-    made = resolve_prompt(codec, MODEL, [1], given, preparer=Seer(), pictures=(a, b))
+    made = resolve_prompt(codec, MODEL, [1], given, form=Seer(), pictures=(a, b))
     river = codec.encode_continuation("river")
     assert list(made.tokens) == [1, 7, 11, *run_of(a), 12, 13, *river, 11, *run_of(b), 12, 13]
     assert made.text.count("<|image|>") == 2
@@ -225,7 +222,7 @@ def test_images_in_a_chat_take_the_place_of_what_the_template_writes(
         said(Role.USER, TokenPart((7, 8)), IMAGE_PART),
     )
     marks = [Mark(message_count=n) for n in range(1, 5)]
-    made = resolve_prompt(codec, MODEL_WIDE, [], ChatInput(messages=turns), marks, preparer=Seer(), pictures=(a, b, c))
+    made = resolve_prompt(codec, MODEL_WIDE, [], ChatInput(messages=turns), marks, form=Seer(), pictures=(a, b, c))
     assert [(s.start, s.end) for s in spans_of(made.tokens)] == [
         (at, at + n) for at, n in zip(_places(made.tokens, a, b, c), (6, 4, 6), strict=True)
     ]
@@ -248,30 +245,30 @@ def test_turns_with_images_are_appended_behind_images(seeing: Callable[[str], Te
     first = ChatInput(messages=(said(Role.USER, IMAGE_PART, TextPart("?")), said(Role.ASSISTANT, TextPart("well"))))
     second = ChatInput(messages=(said(Role.USER, TextPart("and "), IMAGE_PART),))
     begun = resolve_prompt(
-        codec, MODEL_WIDE, [], replace(first, add_generation_prompt=False), preparer=Seer(), pictures=(a,)
+        codec, MODEL_WIDE, [], replace(first, add_generation_prompt=False), form=Seer(), pictures=(a,)
     )
-    grown = resolve_prompt(codec, MODEL_WIDE, begun.tokens, second, preparer=Seer(), pictures=(b,))
+    grown = resolve_prompt(codec, MODEL_WIDE, begun.tokens, second, form=Seer(), pictures=(b,))
     whole = ChatInput(messages=(*first.messages, *second.messages))
-    assert grown.tokens == resolve_prompt(codec, MODEL_WIDE, [], whole, preparer=Seer(), pictures=(a, b)).tokens
+    assert grown.tokens == resolve_prompt(codec, MODEL_WIDE, [], whole, form=Seer(), pictures=(a, b)).tokens
     alone = ChatInput(messages=(said(Role.ASSISTANT, IMAGE_PART),))
-    opened = resolve_prompt(codec, MODEL_WIDE, [], first.__class__(messages=first.messages[:1]), preparer=Seer(),
+    opened = resolve_prompt(codec, MODEL_WIDE, [], first.__class__(messages=first.messages[:1]), form=Seer(),
                             pictures=(a,)).tokens  # fmt: skip
     with pytest.raises(InvalidField, match="cannot continue"):
-        resolve_prompt(codec, MODEL_WIDE, opened, alone, preparer=Seer(), pictures=(b,))
+        resolve_prompt(codec, MODEL_WIDE, opened, alone, form=Seer(), pictures=(b,))
 
 
 @pytest.mark.parametrize("template", [LOSING, DOUBLING, TEMPLATE])
 def test_a_template_that_loses_or_doubles_an_image_is_told(seeing: Callable[[str], TextCodec], template: str) -> None:
     given = ChatInput(messages=(said(Role.USER, TextPart("see "), IMAGE_PART),))
     with pytest.raises(InvalidField) as error:
-        resolve_prompt(seeing(template), MODEL_WIDE, [], given, preparer=Seer(), pictures=(seen(1),))
+        resolve_prompt(seeing(template), MODEL_WIDE, [], given, form=Seer(), pictures=(seen(1),))
     assert [v.field for v in error.value.fields] == ["input.chat"]
 
 
 def test_what_stands_for_an_image_is_not_the_caller_s_to_write(codec: TextCodec) -> None:
     for part in (TextPart("a <|image|>"), TokenPart((1, 450))):
         with pytest.raises(InvalidField, match="stands for an image") as error:
-            resolve_prompt(codec, MODEL, [], RawInput(parts=(TextPart("x"), part)), preparer=Seer())
+            resolve_prompt(codec, MODEL, [], RawInput(parts=(TextPart("x"), part)), form=Seer())
         assert [v.field for v in error.value.fields] == ["input.raw.parts[1]"]
     resolve_prompt(codec, MODEL, [], RawInput(parts=(TextPart("a <|image|>"),)))  # of a text model it is text
 
@@ -289,7 +286,7 @@ def test_a_mark_inside_an_image_is_refused_with_the_image_s_ends() -> None:
 def test_what_the_processor_writes_around_an_image_is_text_of_the_prompt(seeing: Callable[[str], TextCodec]) -> None:
     codec = seeing(PARTS_TEMPLATE)
     given = ChatInput(messages=(said(Role.USER, TextPart("a"), IMAGE_PART, TextPart("b")),))
-    made = resolve_prompt(codec, MODEL_WIDE, [], given, preparer=Seer(written="\n\n<|image|>\n\n"), pictures=(seen(1),))
+    made = resolve_prompt(codec, MODEL_WIDE, [], given, form=Seer(written="\n\n<|image|>\n\n"), pictures=(seen(1),))
     (span,) = spans_of(made.tokens)
     assert codec.text_of(made.tokens[: span.start]).endswith("user\na\n\n")
     assert codec.text_of(made.tokens[span.end :]).startswith("\n\nb<|im_end|>")

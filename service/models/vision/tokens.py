@@ -8,7 +8,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from service.models.tiny_tokenizer import END_OF_TEXT, SAMPLE_TEXT, TURN_END, TURN_START, train_tokenizer
+from service.models.tiny_tokenizer import (
+    END_OF_TEXT,
+    SAMPLE_TEXT,
+    TURN_END,
+    TURN_START,
+    tiny_tokenizer_config,
+    train_tokenizer,
+)
 from service.models.vision import chats, questions, scenes
 
 VOCAB_SIZE = 768
@@ -46,15 +53,4 @@ def build_tokenizer() -> Tokenizer:
 
 def tokenizer_config() -> dict[str, Any]:
     """The `tokenizer_config.json` beside it."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "unk_token": None,
-        "add_bos_token": False,
-        "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 32768,
-        "chat_template": CHAT_TEMPLATE,
-    }
+    return {**tiny_tokenizer_config(), "chat_template": CHAT_TEMPLATE}
