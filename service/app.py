@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvcache.cache import CacheLimits, PrefixCache
 from kvcache.store import StoreConfig, TieredStore
-from service.config import Config, split_page_address
+from service.config import Config
+from service.config_values import split_page_address
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView

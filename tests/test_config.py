@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvcache.checkpoints import CheckpointPolicy
-from service import config as settings
-from service.config import GIB, MIB, Config, ConfigError, add_arguments, parse_seconds, parse_size, split_address
+from service import options
+from service.config import Config, ConfigError
+from service.config_values import GIB, MIB, parse_seconds, parse_size, split_address, split_page_address
+from service.options import add_arguments, from_args
 
 
 def configured(*argv: str, **environ: str) -> Config:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return Config.from_args(parser.parse_args(argv), environ)
+    return from_args(parser.parse_args(argv), environ)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "log_level": "debug",
         "log_format": "json",
     }
-    assert set(texts) == {field.name for field in fields(Config)} == {option.name for option in settings.OPTIONS}
+    assert set(texts) == {field.name for field in fields(Config)} == {option.name for option in options.OPTIONS}
     by_variable = configured(**{f"KVFORK_{name.upper()}": text for name, text in texts.items()})
     flags = [part for name, text in texts.items() for part in ("--" + name.replace("_", "-"), text)]
     assert configured(*flags) == by_variable
@@ -186,7 +188,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
     ],
 )
 def test_metrics_are_on_loopback_unless_a_host_is_named(address: str, parts: tuple[str, int]):
-    assert settings.split_page_address("metrics", address) == parts
+    assert split_page_address("metrics", address) == parts
 
 
 @pytest.mark.parametrize("address", ["9464", "example.org:9464", ":port", ":70000", "[::1]"])
@@ -199,7 +201,7 @@ def test_a_metrics_address_that_is_none_is_refused(address: str):
     ("flags", "says"),
     [
         (("--inspector", "0.0.0.0:80"), "inspector: .*is not loopback"),
-        (("--inspector", "kvfork.example.org:80"), "inspector: must be an IP address"),
+        (("--inspector", "kvfork.example.org:80"), "inspector: must be a loopback address, localhost or another IP"),
         (("--inspector", "8080"), "inspector: must look like"),
         (("--inspector", "0.0.0.0:80", "--tls-cert", "c", "--tls-key", "k"), "inspector: .*whoever reaches it"),
         (
@@ -387,10 +389,10 @@ def test_help_tells_every_flag_variable_and_default(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for option in settings.OPTIONS:
+    for option in options.OPTIONS:
         assert f"{option.flag} " in text
         assert f"[{option.variable}]" in text
-    assert text.count("(default:") == len(settings.OPTIONS)
+    assert text.count("(default:") == len(options.OPTIONS)
     assert "(default: 64MiB)" in text
     assert "(default: 3600s)" in text
 

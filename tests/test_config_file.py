@@ -10,7 +10,8 @@ import pytest
 
 from service.cli import main
 from service.cli.config import commented_defaults
-from service.config import OPTIONS, Config, ConfigError, Given, add_arguments, gather
+from service.config import ConfigError
+from service.options import OPTIONS, Given, add_arguments, configured, gather
 
 
 def given(*argv: str, **environ: str) -> dict[str, Given]:
@@ -28,7 +29,7 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path
     assert found["default_ttl"] == Given(300.0, str(file))
     assert found["max_snapshots"] == Given(10_000, "default")
     assert found["memory_bytes"].source == "default for this machine"
-    assert Config.of(found).max_batch == 1
+    assert configured(found).max_batch == 1
     assert given(KVFORK_CONFIG=str(file))["max_batch"] == Given(3, str(file))
 
 
@@ -47,7 +48,7 @@ def test_every_value_is_taken_as_its_flag_takes_it(tmp_path: Path):
         reflection = false
         """
     )
-    config = Config.of(given("--config", str(file)))
+    config = configured(given("--config", str(file)))
     assert (config.address, config.unix_socket, config.tokens) == ("", Path("/run/k.sock"), Path("/etc/k/tokens"))
     assert config.admins == ("ops", "spiffe://here/admin")
     assert (config.memory_bytes, config.disk_bytes) == (2 << 30, 1 << 20)
@@ -121,7 +122,7 @@ def test_config_show_prints_a_file_with_every_source_and_no_secret(
     again = tmp_path / "again.toml"
     again.write_text(shown)
     monkeypatch.delenv("KVFORK_TOKEN_COMMAND")
-    assert Config.of(given("--config", str(again), "--token-command", "x")).max_queue == 7
+    assert configured(given("--config", str(again), "--token-command", "x")).max_queue == 7
 
 
 def test_config_show_says_what_serve_would_say(capsys: pytest.CaptureFixture[str]):

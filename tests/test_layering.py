@@ -82,6 +82,7 @@ ONLY: dict[str, tuple[str, ...]] = {
         "service.rpc",
         "service.auth",
         "service.config",
+        "service.config_values",
         "service.core_api",
         "service.errors",
         "service.events",
@@ -94,7 +95,15 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.request": (),
     "service.errors": (),
     "service.events": ("kvcache.receipt",),
-    "service.config": ("kvcache.checkpoints", "service.auth.callers", "service.config_file"),
+    "service.config": ("kvcache.checkpoints", "service.auth.callers", "service.config_file", "service.config_values"),
+    "service.config_values": ("kvcache.checkpoints", "service.config_file"),
+    "service.options": (
+        "kvcache.checkpoints",
+        "service.auth.callers",
+        "service.config",
+        "service.config_file",
+        "service.config_values",
+    ),
     "service.config_file": (),
     "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
@@ -152,7 +161,7 @@ KVCACHE_VALUES = {
 
 # Settings come from one place. The others read what is no setting of the server, or set a variable for a library.
 READS_ENVIRONMENT = (
-    "service.config",
+    "service.options",
     "service.cli",
     "service.models",
     "service.engine.cpu",

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from service.config import Config, add_arguments, refuse_unknown_variables
+from service.config import Config
+from service.options import add_arguments, from_args, refuse_unknown_variables
 
 ROOT = Path(__file__).parents[1]
 UNITS = ROOT / "docs" / "units"
@@ -25,7 +26,7 @@ def config_of(words: list[str]) -> Config:
     assert Path(words[0]).name == "kvfork" and words[1] == "serve", words
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
-    return Config.from_args(parser.parse_args(words[2:]), {})
+    return from_args(parser.parse_args(words[2:]), {})
 
 
 def unit() -> configparser.ConfigParser:

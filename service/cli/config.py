@@ -22,7 +22,7 @@ _WIDTH = 100
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command and its verb, which takes every flag of `serve`."""
-    from service.config import add_arguments
+    from service.options import add_arguments
 
     parser = subparsers.add_parser(
         "config",
@@ -48,14 +48,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from service.config import Config, ConfigError, gather
+    from service.config import ConfigError
+    from service.options import configured, gather
 
     if args.default:
         print(commented_defaults(), end="")
         return 0
     try:
         given = gather(args, os.environ)
-        Config.of(given)
+        configured(given)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,7 +69,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def commented_defaults() -> str:
     """A settings file in which every setting is explained and none is set."""
-    from service.config import OPTIONS, gather
+    from service.options import OPTIONS, gather
 
     plain = gather(argparse.Namespace(), {})
     parts = ["# Settings of `kvfork serve`, with their defaults on this machine. Take a # away to set one.\n"]
@@ -81,7 +82,7 @@ def commented_defaults() -> str:
 
 def toml_line(name: str, value: object, *, mask: bool = True) -> str:
     """`key = value`; a comment where there is no value, or none that may be shown."""
-    from service.config import SECRET, shown
+    from service.options import SECRET, shown
 
     key = name.replace("_", "-")
     if mask and name in SECRET and value:

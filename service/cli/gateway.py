@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     from kvfork_gateway.serving import CannotStart, Settings
     from kvfork_gateway.serving import run as serve
 
-    from service.config import ConfigError, split_address
+    from service.config import ConfigError
+    from service.config_values import split_address
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

@@ -27,7 +27,7 @@ or in a file: kvfork serve --config kvfork.toml; `kvfork config show --default` 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `serve`."""
-    from service.config import add_arguments
+    from service.options import add_arguments
 
     parser = subparsers.add_parser(
         "serve",
@@ -42,10 +42,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serves; returns the exit code."""
-    from service.config import Config, ConfigError
+    from service.config import ConfigError
+    from service.options import from_args
 
     try:
-        config = Config.from_args(args, os.environ)
+        config = from_args(args, os.environ)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

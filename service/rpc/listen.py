@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from service.config import split_address
+from service.config_values import split_address
 
 
 class CannotListen(Exception):

@@ -25,9 +25,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.config import default_scratch_dir
 from service.loop import RELAX_AFTER
 from service.models.tiny import CONFIGS, build_tiny
+from service.options import default_scratch_dir
 from tests.bench.ours import TIMED, Reply, Server, raw
 from tests.bench.report import Figure, Options, emit, note, resident_bytes
 from tests.bench.texts import some_tokens

@@ -23,7 +23,7 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.records import RecordKind
 from kvcache.schedule import prefill_schedule
 from kvcache.store import StoreConfig, TieredStore
-from service.config import default_scratch_dir
+from service.options import default_scratch_dir
 from tests.bench.report import resident_bytes
 
 MIB = 1 << 20

@@ -34,7 +34,7 @@ from kvcache.schedule import prefill_schedule
 from kvcache.storage import MemoryStorage
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
-from service.config import default_scratch_dir
+from service.options import default_scratch_dir
 from tests.bench.ours import Server, raw
 from tests.bench.report import Bystanders, Figure, Options, Quiet, emit, median, note, spread
 from tests.bench.texts import some_tokens
