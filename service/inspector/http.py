@@ -86,7 +86,7 @@ class HttpServer:
         self._respond = respond
         self._tls = tls
         self._always = tuple(always)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], _Connection | None] = {}  # None: before its handshake is over
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -100,16 +100,20 @@ class HttpServer:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     async def close(self) -> None:
-        """Closes the listener and every connection, whatever is under way there."""
+        """Closes the listener and every connection; what is being answered may come to its end within CLOSE_SECONDS."""
         if self._accepting is not None and self._listener is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
             self._listener.close()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        for task, connection in self._tasks.items():
+            if connection is None or not connection.finish():
+                task.cancel()
+        if self._tasks:
+            _, late = await asyncio.wait(list(self._tasks), timeout=CLOSE_SECONDS)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -123,8 +127,8 @@ class HttpServer:
                 connection.close()
                 continue
             task = asyncio.create_task(self._connected(connection))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
 
     async def _connected(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -143,7 +147,10 @@ class HttpServer:
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            await _Connection(reader, writer, self._respond, self._always).serve()
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks[task] = served = _Connection(reader, writer, self._respond, self._always)
+            await served.serve()
             async with asyncio.timeout(CLOSE_SECONDS):
                 writer.close()
                 await writer.wait_closed()
@@ -166,6 +173,13 @@ class _Connection:
         self._respond = respond
         self._always = always
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        self._answering = False
+        self._last = False  # after this answer there is no other
+
+    def finish(self) -> bool:
+        """Ends the connection behind the answer under way. False if there is none."""
+        self._last = True
+        return self._answering
 
     async def serve(self) -> None:
         """One request after the other, until either side has had enough."""
@@ -184,8 +198,10 @@ class _Connection:
                 return
             if request is None:
                 return
-            if not await self._attended(self._serve_one(request)):
+            self._answering = True
+            if not await self._attended(self._serve_one(request)) or self._last:
                 return
+            self._answering = False
             if self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
                 return
             self._h11.start_next_cycle()
