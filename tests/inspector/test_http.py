@@ -46,7 +46,7 @@ async def inspected(core: ScriptedCore | None = None, **settings: Any) -> AsyncI
     try:
         yield Page(url), core
     finally:
-        await server.stop(0)
+        await server.stop()  # with the grace that calls have to tell how they end
         await inspector.close()
         assert not inspector.door.parent.exists()
 
