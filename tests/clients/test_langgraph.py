@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import socket
 from collections.abc import Iterator
 from typing import Annotated, Any, TypedDict
 
@@ -135,8 +136,8 @@ def test_every_step_gives_the_snapshot_more_time(client: Client) -> None:
     assert (longer - short).total_seconds() >= 2900
 
 
-def test_a_server_that_is_away_loses_no_checkpoint() -> None:
-    with Client("127.0.0.1:9", timeout=0.5, retry=False) as nobody:
+def loses_no_checkpoint(address: str) -> None:
+    with Client(address, timeout=0.5, retry=False) as nobody:
         saver = SnapshotSaver(InMemorySaver(), nobody)
         built = StateGraph(Talk).add_node("note", lambda state: {"kvfork": "snapshots/far-away"})
         agent = built.add_edge(START, "note").add_edge("note", END).compile(checkpointer=saver)
@@ -144,6 +145,15 @@ def test_a_server_that_is_away_loses_no_checkpoint() -> None:
         assert agent.get_state(thread("t")).values["kvfork"] == "snapshots/far-away"
         saver.delete_thread("t")
         assert saver.get_tuple(thread("t")) is None
+
+
+def test_a_server_that_is_away_loses_no_checkpoint() -> None:
+    loses_no_checkpoint("127.0.0.1:9")
+
+
+def test_a_server_that_hangs_loses_no_checkpoint() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, and says nothing on any of them
+        loses_no_checkpoint(f"127.0.0.1:{mute.getsockname()[1]}")
 
 
 def test_the_async_methods_do_the_same(client: Client) -> None:
