@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypedDict
 
 import pytest
@@ -18,6 +18,7 @@ pytest.importorskip("langgraph")
 from kvfork_langgraph import SnapshotSaver
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
+from whole_saver import WholeSaver
 
 pytestmark = pytest.mark.mlx
 
@@ -70,8 +71,8 @@ def graph(client: Client, saver: SnapshotSaver) -> Any:
     return built.compile(checkpointer=saver)
 
 
-def thread(name: str) -> Any:
-    return {"configurable": {"thread_id": name}}
+def thread(name: str, **more: str) -> Any:
+    return {"configurable": {"thread_id": name, **more}}
 
 
 def names(client: Client) -> set[str]:
@@ -124,6 +125,70 @@ def test_a_snapshot_goes_with_the_last_checkpoint_that_names_it(client: Client) 
         client.get_snapshot(two)
     agent.checkpointer.delete_thread("two")
     assert names(client) == set()
+
+
+Tell = Callable[..., None]
+
+
+@pytest.fixture(params=["sync", "async"])
+def tell(request: pytest.FixtureRequest) -> Tell:
+    """Calls a saver's method by its name, or the one that is awaited."""
+
+    def told(saver: Any, method: str, *arguments: Any, **options: Any) -> None:
+        if request.param == "sync":
+            getattr(saver, method)(*arguments, **options)
+        else:
+            asyncio.run(getattr(saver, f"a{method}")(*arguments, **options))
+
+    return told
+
+
+def test_a_run_that_is_deleted_takes_the_snapshots_that_no_other_run_names(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(WholeSaver(), client))
+    one = agent.invoke({"said": "Ann"}, thread("t", run_id="one"))["kvfork"]
+    two = agent.invoke({"said": "Bob"}, thread("t", run_id="two"))["kvfork"]
+    three = agent.invoke({"said": "Cleo"}, thread("u", run_id="three"))["kvfork"]
+
+    tell(agent.checkpointer, "delete_for_runs", ["one"])
+    assert names(client) == {one, two, three}, "the second run's first checkpoint names what it began behind"
+    assert [one.metadata["run_id"] for one in agent.checkpointer.list(thread("t"))] == ["two"] * 3
+    tell(agent.checkpointer, "delete_for_runs", ["two", "never was"])
+    assert names(client) == {three}
+
+
+def test_pruning_leaves_the_snapshots_of_what_it_keeps(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(WholeSaver(), client))
+    for name in ("t", "u"):
+        agent.invoke({"said": "Ann"}, thread(name))
+    last = {name: agent.invoke({"said": "Bob"}, thread(name))["kvfork"] for name in ("t", "u")}
+    assert len(names(client)) == 4
+
+    tell(agent.checkpointer, "prune", ["t", "u"])
+    assert names(client) == set(last.values())
+    assert agent.invoke({"said": "Cleo"}, thread("t"))["receipt"][1] == 0
+    tell(agent.checkpointer, "prune", ["t"], strategy="delete")
+    assert names(client) == {last["u"]}
+
+
+def test_a_copied_thread_keeps_the_snapshots_when_the_first_one_goes(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(WholeSaver(), client))
+    kept = agent.invoke({"said": "Ann"}, thread("t"))["kvfork"]
+    tell(agent.checkpointer, "copy_thread", "t", "u")
+    tell(agent.checkpointer, "delete_thread", "t")
+    assert names(client) == {kept}
+    gone_on = agent.invoke({"said": "Bob"}, thread("u"))
+    assert ([words.split()[1] for words in gone_on["turns"]], gone_on["receipt"][1]) == (["Ann", "Bob"], 0)
+    tell(agent.checkpointer, "delete_thread", "u")
+    assert names(client) == set()
+
+
+def test_what_the_inner_saver_does_not_offer_is_told_and_costs_no_snapshot(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(InMemorySaver(), client))
+    kept = agent.invoke({"said": "Ann"}, thread("t", run_id="one"))["kvfork"]
+    for method, arguments in (("delete_for_runs", (["one"],)), ("prune", (["t"],)), ("copy_thread", ("t", "u"))):
+        with pytest.raises(NotImplementedError):
+            tell(agent.checkpointer, method, *arguments)
+    assert names(client) == {kept} and agent.get_state(thread("t")).values["kvfork"] == kept
 
 
 def test_every_step_gives_the_snapshot_more_time(client: Client) -> None:
