@@ -178,7 +178,8 @@ class Matcher:
         for start in range(node.end, len(tokens), BLOCK_TOKENS):
             block = tokens[start : start + BLOCK_TOKENS]
             following = self._stock.tree.get(line.key_of(node, start + len(block)))
-            if following is None and self._share_decoded and len(block) == BLOCK_TOKENS:
+            if following is None and self._share_decoded and line.base is None and len(block) == BLOCK_TOKENS:
+                # For implicit matches only: a handle stands for its own state, and nobody else's takes its place.
                 following = next((c for c in node.children if is_decoded(c.schedule) and c.tokens == block), None)
             if following is None:
                 break
