@@ -34,7 +34,10 @@ class Lookup:
     """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`: as it was returned."""
 
     plan: RestorePlan | None
-    known: int  # tokens that were computed once, whether or not their state can be used
+    known: int
+    """Tokens that were computed once, whether or not their state can be used. Behind a parent those up to its end, which
+    are what its handle promises, and of those beyond what stands."""
+
     miss_reason: MissReason  # why `plan` stops short of `known`
     replay: tuple[int, ...] = ()  # cuts of the parent's own run, to make again where it is computed again
     kept: tuple[Node, ...] = ()  # places asked for that are stored already, at or before the position
