@@ -341,8 +341,9 @@ class Journal:
         for _, note in reversed(chain):
             built = self._tree.add(built, note.tokens, note.schedule)
             if note.borrows is not None and built.borrows is None:
-                built.borrows = self._build(note.borrows, notes, roots, keys)
-                assert built.borrows is not None, "looked at before"
+                whole = self._build(note.borrows, notes, roots, keys)
+                assert whole is not None, "looked at before"
+                built.borrows = whole.borrows or whole  # notes of earlier versions name a piece that borrows itself
                 built.borrows.holds += 1
         return built
 

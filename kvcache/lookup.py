@@ -34,7 +34,10 @@ class Lookup:
     """What is known of a prompt, and from where to go on. Release it with `PrefixCache.release`: as it was returned."""
 
     plan: RestorePlan | None
-    known: int  # tokens that were computed once, whether or not their state can be used
+    known: int
+    """Tokens that were computed once, whether or not their state can be used. Behind a parent those up to its end, which
+    are what its handle promises, and of those beyond what stands."""
+
     miss_reason: MissReason  # why `plan` stops short of `known`
     replay: tuple[int, ...] = ()  # cuts of the parent's own run, to make again where it is computed again
     kept: tuple[Node, ...] = ()  # places asked for that are stored already, at or before the position
@@ -178,7 +181,8 @@ class Matcher:
         for start in range(node.end, len(tokens), BLOCK_TOKENS):
             block = tokens[start : start + BLOCK_TOKENS]
             following = self._stock.tree.get(line.key_of(node, start + len(block)))
-            if following is None and self._share_decoded and len(block) == BLOCK_TOKENS:
+            if following is None and self._share_decoded and line.base is None and len(block) == BLOCK_TOKENS:
+                # For implicit matches only: a handle stands for its own state, and nobody else's takes its place.
                 following = next((c for c in node.children if is_decoded(c.schedule) and c.tokens == block), None)
             if following is None:
                 break

@@ -56,8 +56,9 @@ class Places:
             if found is None and self._stock.layout.trimmable and stored:
                 found = self._stock.tree.add(base, head, trimmed_schedule(through.source))
                 if found.borrows is None:
-                    found.borrows = through
-                    through.holds += 1
+                    # A piece of a piece reads from the block that both are cut from: nobody has to walk a chain.
+                    found.borrows = through.borrows or through
+                    found.borrows.holds += 1
         if found is not None:
             found.holds += 1
         return found

@@ -48,11 +48,7 @@ class Stock:
     def place_of(self, node: Node) -> Place:
         """What the store has to know of a node to judge what its records are worth."""
         assert node.parent is not None
-        before = node.parent
-        if node.borrows is not None:
-            before = node.borrows
-            while before.borrows is not None:  # a piece of a piece: the record is with the block that both are cut from
-                before = before.borrows
+        before = node.borrows if node.borrows is not None else node.parent
         kinds = self.layout.kinds if node.borrows is None else ()
         reach: list[bytes] = []
         here: Node = node.parent

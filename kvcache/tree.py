@@ -68,7 +68,7 @@ class Node:
     @property
     def source(self) -> BlockKey:
         """Whose FULL record has this node's tokens."""
-        return self.borrows.source if self.borrows is not None else self.key
+        return self.borrows.key if self.borrows is not None else self.key
 
     @property
     def is_tail(self) -> bool:

@@ -153,9 +153,9 @@ class Derivations:
             else:
                 nodes.append(cache.hold(parent.node))
         seen = sum(span.end - span.start for span in parent.images)
-        return nodes, _fork_usage(
-            _untouched(cache, parent.node), usages, parent_tokens=parent.token_count, parent_images=seen
-        )
+        if not usages:
+            return nodes, _untouched(cache, parent.node)
+        return nodes, _fork_usage(usages, parent_tokens=parent.token_count, parent_images=seen)
 
     async def rollback(self, call: RollbackCall, owner: str) -> RolledBack:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
@@ -348,24 +348,25 @@ def _untouched(cache: PrefixCache, node: Node) -> Usage:
     )
 
 
-def _fork_usage(untouched: Usage, usages: list[Usage], *, parent_tokens: int, parent_images: int) -> Usage:
-    """Over all branches that added tokens; the parent (`untouched`, with so many image positions) counts once.
+def _fork_usage(usages: list[Usage], *, parent_tokens: int, parent_images: int) -> Usage:
+    """Over all branches that added tokens, at least one; the parent, with so many image positions, counts once.
 
     A branch like an earlier one is restored beyond its parent: then more is cached than the parent has.
     """
-    if not usages:
-        return untouched
     dearest = max(usages, key=lambda u: u.recomputed_tokens)
     prompt = parent_tokens + sum(u.prompt_tokens - parent_tokens for u in usages)
     new = sum(u.new_tokens for u in usages)
     cached = prompt - dearest.recomputed_tokens - new
+    shared = min(parent_tokens, *(u.disk_tokens for u in usages))  # the parent's, which each branch tells of
+    disk = shared + sum(u.disk_tokens - shared for u in usages)
     return replace(
         dearest,
         prompt_tokens=prompt,
         cached_tokens=cached,
         new_tokens=new,
         image_tokens=parent_images + sum(u.image_tokens - parent_images for u in usages),
-        memory_tokens=cached - dearest.disk_tokens,
+        memory_tokens=cached - disk,
+        disk_tokens=disk,
         disk_bytes_read=sum(u.disk_bytes_read for u in usages),
         diverged_at=parent_tokens,
     )

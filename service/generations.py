@@ -125,10 +125,11 @@ class Generations:
         save_error = ""
         gathered: Tokens | None = None
         while True:
-            event = await channel.get()
-            if gathered is not None and not (isinstance(event, Tokens) and event.channel is gathered.channel):
-                yield self._delta(gathered, call)
+            coming = await channel.peek()
+            if gathered is not None and not (isinstance(coming, Tokens) and coming.channel is gathered.channel):
+                yield self._delta(gathered, call)  # whoever leaves here leaves a node behind it where others look
                 gathered = None
+            event = channel.take()
             match event:
                 case Admitted():
                     yield Started(
@@ -189,12 +190,10 @@ class Generations:
         """Nobody listens any more, but the state was asked for: waits for it and names it. `held`: its images."""
         assert call.save is not None
         try:
-            while True:
+            while not channel.ended:
                 event = await channel.get()
                 if isinstance(event, NodeAt):
                     await self._rt.try_save(owner, event, call.save if event.final else None, parent)
-                if isinstance(event, Ended | Failed):
-                    return
         finally:
             held.close()
             channel.close()

@@ -43,9 +43,18 @@ class Channel:
 
     async def get(self) -> WorkEvent:
         """The next event; waits for it."""
+        await self.peek()
+        return self.take()
+
+    async def peek(self) -> WorkEvent:
+        """The next event, which stays the channel's; waits for it."""
         while not self._pending:
             self._wake.clear()
             await self._wake.wait()
+        return self._pending[0]
+
+    def take(self) -> WorkEvent:
+        """The event that was peeked at, and what has been merged into it since."""
         event = self._pending.popleft()
         self.ended = isinstance(event, Ended | Failed)
         return event

@@ -46,7 +46,7 @@ class CpuReport:
     compiler: Path | None
     """The g++ that `mx.compile` calls on a Linux CPU; None: not there, or not needed on this platform."""
     compile_enabled: bool
-    """False when `mx.compile` had to be switched off."""
+    """False when `mx.compile` had to be switched off, or is by MLX_DISABLE_COMPILE."""
     compute_dtype: str | None
     """The dtype to load weights as: `float32` on a CPU; None: as stored."""
     mlx_was_imported: bool
@@ -117,7 +117,7 @@ def _prepare() -> CpuReport:
             blas=None,
             cbwr=None,
             compiler=None,
-            compile_enabled=True,
+            compile_enabled=_compile_is_wanted(),
             compute_dtype=None if on_gpu else "float32",
             mlx_was_imported=too_late,
         )
@@ -131,10 +131,15 @@ def _prepare() -> CpuReport:
         blas=blas,
         cbwr=os.environ.get("MKL_CBWR") if blas else None,
         compiler=Path(compiler) if compiler else None,
-        compile_enabled=on_gpu or compiler is not None,
+        compile_enabled=_compile_is_wanted() and (on_gpu or compiler is not None),
         compute_dtype=None if on_gpu else "float32",
         mlx_was_imported=too_late,
     )
+
+
+def _compile_is_wanted() -> bool:
+    """Whether MLX was not told otherwise from outside; once it is switched on by a call, that counts no more."""
+    return "MLX_DISABLE_COMPILE" not in os.environ
 
 
 def _load_mkl() -> Path | None:

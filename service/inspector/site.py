@@ -85,11 +85,7 @@ class Site:
 
     async def _streamed(self, replies: AsyncGenerator[Message, None]) -> Response:
         # The status goes out with the first message: what is refused before it is refused as any other call is.
-        try:
-            first = await anext(replies, None)
-        except BaseException:  # refused, or the page has left: the call behind it ends with it; it is raised on
-            await replies.aclose()
-            raise
+        first = await anext(replies, None)
         return Response(status=200, headers=(LINES,), body=_Lines(first, replies))
 
     async def _text(self, body: bytes, metadata: Metadata) -> Response:

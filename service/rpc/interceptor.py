@@ -21,6 +21,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from service.errors import CallError, Internal, InvalidField, WrongInstance
+from service.rpc.ended import is_ended
 from service.rpc.status import status_of
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ async def leave(context: Context, status: grpc.Status) -> NoReturn:
     try:
         await context.abort_with_status(status)
     except Exception as error:
-        if type(error).__name__ != "ExecuteBatchError":  # gRPC's own, without a public name
+        if not is_ended(error):
             raise
         raise asyncio.CancelledError from None
     raise AssertionError("an abort raises")

@@ -284,6 +284,17 @@ def test_a_run_behind_a_parent_goes_on_where_one_like_it_has_been(layout: CacheL
 
 
 @ALL
+def test_a_handle_stands_for_its_own_state_where_decoded_blocks_are_shared(layout: CacheLayout) -> None:
+    world = World(layout, share_decoded=True)
+    prompt = prompt_of(600)
+    handle = world.run(prompt[:300], decode=40).nodes[300]
+    world.run(prompt, decode=340)  # the same tokens, decoded by another call and kept for longer
+    ran = world.run([*prompt, 7], base=handle)
+    assert ran.receipt == (300, 0, 301)
+    assert ran.nodes[601].path()[0] is handle.path()[0]
+
+
+@ALL
 def test_what_cannot_be_read_beyond_a_parent_is_computed_with_the_parents_own_cuts(layout: CacheLayout) -> None:
     world = World(layout)
     prompt = prompt_of(700)

@@ -73,6 +73,23 @@ print(json.dumps([cpu.prepare().compile_enabled, square_sum(mx.zeros(4)).item()]
     assert _run(code, PATH="/nonexistent") == [False, 4.0]
 
 
+def test_a_model_whose_compilation_was_switched_off_from_outside_stays_so_behind_an_image() -> None:
+    code = """
+import json
+from service.engine import cpu
+mx = cpu.mlx()
+from service.engine.vision import upstream
+calls = []
+double = mx.compile(lambda x: calls.append(1) or x + x)
+with upstream.attention_by(lambda fused, *a, **k: fused(*a, **k)):
+    pass
+for _ in range(3):
+    mx.eval(double(mx.zeros(4)))
+print(json.dumps([cpu.prepare().compile_enabled, len(calls)]))
+"""
+    assert _run(code, MLX_DISABLE_COMPILE="1") == [False, 3]  # a compiled function is traced once
+
+
 @_ON_LINUX_X86
 def test_a_product_has_the_same_bits_wherever_its_inputs_lie() -> None:
     code = """

@@ -24,20 +24,6 @@ IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 # Their ids are their places in this list.
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END, VISION_START, VISION_END, IMAGE, VIDEO)
 
-# A message's content is a text, or a list of parts as in {"type": "image"} and {"type": "text", "text": ...}.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}"
-    "{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 def build_tokenizer() -> Tokenizer:
     """Train and return the tokenizer of VOCAB_SIZE entries."""
@@ -53,4 +39,4 @@ def build_tokenizer() -> Tokenizer:
 
 def tokenizer_config() -> dict[str, Any]:
     """The `tokenizer_config.json` beside it."""
-    return {**tiny_tokenizer_config(), "chat_template": CHAT_TEMPLATE}
+    return tiny_tokenizer_config(VISION_START + IMAGE + VISION_END)
