@@ -23,14 +23,14 @@ MODEL = "tiny-gemma3"
 
 # Every example that takes an address, with the figures it must print.
 SHARED = {
-    "tree_search": {"computed_tokens", "shared_prefix_forwarded", "recomputed_tokens", "snapshots_left"},
+    "tree_search": {"computed_tokens", "recomputed_tokens", "snapshots_left"},
     "tool_pause": {
         "recomputed_after_the_pause",
         "computed_after_the_pause",
         "recomputed_without_a_pin",
         "unpinned_state_lost",
     },
-    "shared_system_prompt": {"computed_tokens", "system_prompt_forwarded", "recomputed_tokens"},
+    "shared_system_prompt": {"computed_tokens", "recomputed_tokens"},
     "langgraph_time_travel": {"turns_behind_the_branch", "recomputed_tokens", "computed_tokens", "snapshots_left"},
     "agents_sdk": {
         "computed_share_behind_the_first_turn",

@@ -315,7 +315,7 @@ def test_a_silent_stream_survives_a_client_that_pings(server: LiveServer) -> Non
 
 @pytest.mark.slow
 def test_others_are_answered_while_60_mib_of_text_are_read(server: LiveServer) -> None:
-    """How long they wait is `make bench-health`'s to say; counting so many tokens may take longer than the call's time."""
+    """How long they wait is `make bench-health`'s to say. Counting so many tokens may take longer than the call has."""
     from grpc_health.v1 import health_pb2
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
