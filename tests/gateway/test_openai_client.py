@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.mlx]
 MODEL = "tiny-gemma3"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 OPENING = 6  # tokens that open an answer, at most
+KEPT = {"kvfork-gateway": "reuse"}
 ASK: Any = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "What is the capital?"}]
 
 
@@ -234,6 +235,28 @@ def test_a_growing_conversation_goes_on_from_its_last_answer(client: openai.Open
         ]
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_place_that_is_gone_is_forgotten_and_computed_again(
+    client: openai.OpenAI, server: LiveServer, choices: int
+) -> None:
+    asked: dict[str, Any] = {
+        **GREEDY,
+        "messages": [{"role": "user", "content": f"Will it be there, {choices}?"}],
+        "max_tokens": 4,
+        "n": choices,
+    }
+    first = client.chat.completions.create(**asked)
+    again = client.chat.completions.create(**asked)  # from where the turns end
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    with server.client() as direct:
+        for kept in direct.list_snapshots(labels=KEPT):
+            direct.delete_snapshot(kept.name, allow_missing=True)
+    gone = client.chat.completions.create(**asked)
+    assert [choice.message.content for choice in gone.choices] == [c.message.content for c in first.choices]
+    back = client.chat.completions.create(**asked)
+    assert back.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens_details.cached_tokens
+
+
 def test_the_same_tokens_are_asked_for_with_and_without_a_kept_place(client: openai.OpenAI, server: LiveServer) -> None:
     opening: Any = [{"role": "user", "content": "Count the things on this table, please."}]
     answer = client.chat.completions.create(**GREEDY, messages=opening, max_tokens=20)
@@ -307,7 +330,7 @@ def _until_closed(client: openai.OpenAI, asked: dict[str, Any]) -> None:
 def test_a_gateway_that_ends_lets_go_of_what_it_kept(server: LiveServer) -> None:
     def kept() -> int:
         with server.client() as direct:
-            return len(list(direct.list_snapshots(labels={"kvfork-gateway": "reuse"})))
+            return len(list(direct.list_snapshots(labels=KEPT)))
 
     before = kept()
     with LiveGateway(server) as short, short.client() as own:

@@ -188,7 +188,10 @@ class Conversations(Generic[C]):
         return freed
 
     def _forget_expired(self, now: float) -> None:
-        """Their snapshots expire by themselves: a use here is a use there, and the times are the same."""
+        """Their snapshots expire by themselves: what is used here is used there, and lives as long from then.
+
+        An entry's other snapshot may be over before its entry; whoever comes to that one is told, and drops the entry.
+        """
         expired = []
         for entry_id, entry in self._entries.items():
             if entry.expires > now:

@@ -112,7 +112,8 @@ class Keeper:
         there = place.snapshot if place is not None and not place.cut and place.tokens == prompt.turns_end else ""
         for stream in completion.streams:
             marked = shared or stream.generation.marks.get(0)
-            name = marked.name if marked is not None else there
+            began = stream.generation.started is not None  # else it may be that very place that is gone
+            name = marked.name if marked is not None else there if began else ""
             finished = stream.choice.finished
             end = finished.snapshot if finished is not None else None
             if not name and end is None:
