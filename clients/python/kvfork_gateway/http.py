@@ -49,17 +49,10 @@ class Application:
         exchange = _Exchange(scope, receive, send, self._most)
         try:
             await self._route(exchange)
-        except Refused as refused:
-            await exchange.refuse(refused)
         except _Gone:
             pass
-        except kv.KVForkError as error:
-            await exchange.refuse(refused_by(error))
-        except (
-            Exception
-        ) as error:  # a bug: the caller learns that there was one, the log where; its words may hold a prompt
-            log.error("%s", _place_of(error))
-            await exchange.refuse(Refused(500, "the gateway failed", code="internal_error"))
+        except Exception as error:  # whatever it was, the caller gets an answer
+            await exchange.refuse(_refused(error))
 
     async def _route(self, exchange: _Exchange) -> None:
         self._guard(exchange)
@@ -190,8 +183,8 @@ class _Exchange:
             async for part in parts:
                 await self._event(None if part is None else json.dumps(part, ensure_ascii=False, separators=(",", ":")))
             await self._event("[DONE]")
-        except Refused as refused:
-            await self._event(json.dumps(refused.body()))
+        except Exception as error:  # whatever it was: a stream that only ends looks like an answer
+            await self._event(json.dumps(_refused(error).body()))
         await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, refused: Refused) -> None:
@@ -239,6 +232,16 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _refused(error: Exception) -> Refused:
+    """What the caller is told. Of a bug that there was one; the log has where. Its words may quote a prompt."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, kv.KVForkError):
+        return refused_by(error)
+    log.error("%s", _place_of(error))
+    return Refused(500, "the gateway failed", code="internal_error")
 
 
 def _place_of(error: BaseException) -> str:
