@@ -17,6 +17,9 @@ import openai
 
 from tests.e2e.live import PATIENCE, ROOT, LiveServer
 
+KEPT = {"kvfork-gateway": "reuse"}
+"""Labels of what a gateway keeps of its own accord."""
+
 
 class LiveGateway:
     """`kvfork gateway` as a subprocess in front of a server."""

@@ -13,14 +13,13 @@ import pytest
 from jsonschema import validate
 
 from tests.e2e.live import LiveServer, until
-from tests.gateway.live import LiveGateway
+from tests.gateway.live import KEPT, LiveGateway
 
 pytestmark = [pytest.mark.mlx]
 
 MODEL = "tiny-gemma3"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 OPENING = 6  # tokens that open an answer, at most
-KEPT = {"kvfork-gateway": "reuse"}
 ASK: Any = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "What is the capital?"}]
 
 

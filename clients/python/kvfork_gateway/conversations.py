@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -50,6 +50,11 @@ class Kept:
     follows: int | None = None  # the entry that this one went on from
 
     @property
+    def snapshots(self) -> tuple[str, ...]:
+        """The names that there are."""
+        return tuple(name for name in (self.end, self.prompt) if name)
+
+    @property
     def size(self) -> int:
         return _ENTRY_BYTES + len(self.answer) * self.answer.itemsize
 
@@ -80,6 +85,7 @@ class _Entry(Generic[C]):
 class _Caller:
     entries: set[int] = field(default_factory=set)
     by_prompt: dict[tuple[str, bytes], set[int]] = field(default_factory=dict)
+    uses: Counter[str] = field(default_factory=Counter)  # of each snapshot, by entries
 
 
 class Conversations(Generic[C]):
@@ -134,6 +140,7 @@ class Conversations(Generic[C]):
         entry_id = next(self._ids)
         self._entries[entry_id] = _Entry(caller, kept, now + self._bounds.ttl)
         known.entries.add(entry_id)
+        known.uses.update(kept.snapshots)
         known.by_prompt.setdefault((kept.model, kept.prompt_digest), set()).add(entry_id)
         self._bytes += kept.size
         gone += self._outgrown(known, entry_id)
@@ -212,14 +219,15 @@ class Conversations(Generic[C]):
             same.discard(entry_id)
             if not same:
                 del known.by_prompt[kept.model, kept.prompt_digest]
-            freed += [(entry.caller, name) for name in (kept.end, kept.prompt) if name and not self._used(same, name)]
+            # Choices of one call share the snapshot of their prompt, and one answer's end can be another's prompt.
+            for name in kept.snapshots:
+                known.uses[name] -= 1
+                if not known.uses[name]:
+                    del known.uses[name]
+                    freed.append((entry.caller, name))
             if not known.entries:
                 del self._callers[entry.caller]
         return freed
-
-    def _used(self, entries: Iterable[int], name: str) -> bool:
-        """Several answers of one call share the snapshot of their prompt."""
-        return any(name in (self._entries[i].kept.prompt, self._entries[i].kept.end) for i in entries)
 
 
 def digest(ids: Sequence[int]) -> bytes:

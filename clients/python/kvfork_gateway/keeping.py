@@ -108,8 +108,7 @@ class Keeper:
         assert prompt.ids is not None
         beginning, opening = prompt.ids[: prompt.turns_end], array("I", prompt.ids[prompt.turns_end :])
         prompt_digest = digest(beginning)
-        # Where the call went on from just there, nothing was marked.
-        there = place.snapshot if place is not None and not place.cut and place.tokens == prompt.turns_end else ""
+        there = _kept_at(place, prompt.turns_end)  # where the call went on from there or further, nothing was marked
         for stream in completion.streams:
             marked = shared or stream.generation.marks.get(0)
             began = stream.generation.started is not None  # else it may be that very place that is gone
@@ -148,6 +147,15 @@ class Keeper:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _kept_at(place: Place | None, tokens: int) -> str:
+    """The snapshot behind so many tokens that a place is known to have; "" for none."""
+    if place is None:
+        return ""
+    if place.cut:
+        return place.prompt if place.prompt_tokens == tokens else ""
+    return place.snapshot if place.tokens == tokens else ""
 
 
 async def _delete(client: kv.AsyncClient, name: str) -> None:
