@@ -73,6 +73,13 @@ class Place:
     prompt: str = ""
     prompt_tokens: int = 0
 
+    @property
+    def uncut(self) -> Place | None:
+        """Where to go on if nothing is to be made for it."""
+        if not self.cut:
+            return self
+        return Place(entry=self.entry, snapshot=self.prompt, tokens=self.prompt_tokens) if self.prompt else None
+
 
 @dataclass(slots=True)
 class _Entry(Generic[C]):
@@ -92,6 +99,7 @@ class Conversations(Generic[C]):
     """For one thread. Times are seconds of one monotonic clock; sizes are estimates."""
 
     def __init__(self, bounds: Bounds) -> None:
+        self.ttl = bounds.ttl  # may be set shorter
         self._bounds = bounds
         self._ids = count(1)
         self._entries: OrderedDict[int, _Entry[C]] = OrderedDict()  # least recently used first
@@ -124,7 +132,7 @@ class Conversations(Generic[C]):
             if place is not None and (best is None or _rank(place) > _rank(best)):
                 best = place
         if best is not None:
-            self._entries[best.entry].expires = now + self._bounds.ttl
+            self._entries[best.entry].expires = now + self.ttl
             self._entries.move_to_end(best.entry)
         return best
 
@@ -138,7 +146,7 @@ class Conversations(Generic[C]):
             if other.images == kept.images and other.answer == kept.answer[: len(other.answer)]:
                 gone.append(other_id)  # the same again, or the beginning of it
         entry_id = next(self._ids)
-        self._entries[entry_id] = _Entry(caller, kept, now + self._bounds.ttl)
+        self._entries[entry_id] = _Entry(caller, kept, now + self.ttl)
         known.entries.add(entry_id)
         known.uses.update(kept.snapshots)
         known.by_prompt.setdefault((kept.model, kept.prompt_digest), set()).add(entry_id)

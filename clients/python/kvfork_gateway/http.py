@@ -79,6 +79,7 @@ class Application:
             raise Refused(404, f"there is no {exchange.method} {exchange.path[:200]} here", code="unknown_url")
 
     async def _complete(self, exchange: _Exchange, caller: Caller) -> None:
+        await self._completions.let_in(caller)  # before anything of the body is held
         request = requests.read(document(await exchange.body()))
         completion = await self._completions.start(request, caller)
         try:
