@@ -59,7 +59,7 @@ class LiveGateway:
         log = self.log
         self._log.close()
         assert code == 0, (code, log)
-        assert log == ""
+        assert not log, log
 
 
 def with_template(source: Path, folder: Path, template: str, change: Callable[[str], str] = str) -> Path:

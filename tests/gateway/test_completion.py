@@ -12,7 +12,7 @@ import kvfork_client as kv
 import pytest
 from kvfork_gateway.answer import Choice
 from kvfork_gateway.completion import Completion, Stream
-from kvfork_gateway.http import _Exchange
+from kvfork_gateway.http import Application, _Exchange
 from kvfork_gateway.request import read
 
 MODEL = kv.ModelInfo(name="models/m", fingerprint="f" * 64)
@@ -80,13 +80,19 @@ def test_a_stream_that_a_bug_ends_says_so(caplog: pytest.LogCaptureFixture) -> N
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def served() -> None:
-        exchange = _Exchange({"method": "POST", "path": "/", "headers": []}, never, send, 1)
-        made = completion(_Failing(0, calls=False, logprobs=False), _Told(DELTA), [])
-        await exchange.stream(made.parts(), made.id)
-        await made.close()
+    class Failing(Application):
+        async def _route(self, exchange: _Exchange) -> None:
+            made = completion(_Failing(0, calls=False, logprobs=False), _Told(DELTA), [])
+            try:
+                await exchange.stream(made.parts(), made.id)
+            finally:
+                await made.close()
 
-    asyncio.run(served())
+    async def served() -> None:
+        application = Failing(None, None, loopback=True, most_body_bytes=1)  # type: ignore[arg-type]
+        await application({"type": "http", "method": "POST", "path": "/", "headers": []}, never, send)
+
+    asyncio.run(asyncio.wait_for(served(), 30.0))
     *_, error, end = (message.get("body") for message in sent)
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "internal_error" and end == b""
     assert "a bug: ZeroDivisionError" in caplog.text

@@ -51,6 +51,8 @@ class Application:
             await self._route(exchange)
         except _Gone:
             pass
+        except asyncio.CancelledError:  # the process ends, and nothing but that cancels a call from without
+            await exchange.refuse(Refused(503, "the gateway is ending", code="shutting_down"))
         except Exception as error:  # whatever it was, the caller gets an answer
             await exchange.refuse(_refused(error))
 
@@ -117,6 +119,7 @@ class _Exchange:
         self._most = most_body_bytes
         self._whole = asyncio.Event()  # the body has been read
         self._begun = False
+        self._streams = False
 
     def header(self, name: str) -> str:
         """The only value of a header; empty where there is none, or several."""
@@ -180,18 +183,22 @@ class _Exchange:
     async def stream(self, parts: Any, request_id: str) -> None:
         """Server-sent events, an error among them where it comes in the middle."""
         await self._begin(200, ("x-request-id", request_id), kind="text/event-stream; charset=utf-8")
-        try:
-            async for part in parts:
-                await self._event(None if part is None else json.dumps(part, ensure_ascii=False, separators=(",", ":")))
-            await self._event("[DONE]")
-        except Exception as error:  # whatever it was: a stream that only ends looks like an answer
-            await self._event(json.dumps(_refused(error).body()))
-        await self._send({"type": "http.response.body", "body": b""})
+        self._streams = True
+        async for part in parts:
+            await self._event(None if part is None else json.dumps(part, ensure_ascii=False, separators=(",", ":")))
+        await self._end_of_stream("[DONE]")
 
     async def refuse(self, refused: Refused) -> None:
-        """Nothing, where an answer has begun."""
+        """As a status, or as a stream's last event: one that only ends looks like an answer."""
         if not self._begun:
             await self.answer(refused.status, refused.body(), *refused.headers())
+        elif self._streams:
+            await self._end_of_stream(json.dumps(refused.body()))
+
+    async def _end_of_stream(self, data: str) -> None:
+        self._streams = False
+        await self._event(data)
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def _event(self, data: str | None) -> None:
         text = ": still here\n\n" if data is None else f"data: {data}\n\n"

@@ -21,7 +21,7 @@ LABELS = {"kvfork-gateway": "reuse"}
 """Of the snapshots that are kept."""
 
 _PASSING_SECONDS = 60.0  # to live, of a snapshot that one call goes on from
-_LET_GO_AT_ONCE = 32  # deletions; an owner's calls are counted
+_LET_GO_AT_ONCE = 8  # deletions, which count among the caller's calls
 _SETTLE_SECONDS = 5.0  # for deletions under way
 
 
@@ -153,6 +153,8 @@ class Keeper:
         self._closed = True
         self._let_go(self._conversations.clear())
         await self.settle()
+        for task in self._tasks:
+            task.cancel()
 
     async def settle(self) -> None:
         """Waits for what is being let go of now, for a few seconds."""
