@@ -44,6 +44,7 @@ def test_a_twenty_turn_agent_reuses_nine_tenths_of_its_prompts(tmp_path: Path) -
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     print(f"\n{TURNS} turns: {reused} of {prompts} prompt tokens reused, {reused / prompts:.1%}; {new} were new")
     print(f"{whole} answers were gone on from at their end")
+    assert whole == TURNS - 1
     assert reused >= 0.9 * prompts
     assert new == prompts - reused
 

@@ -53,8 +53,10 @@ def test_a_picture_is_seen_and_gone_on_from(client: openai.OpenAI) -> None:
     further = ask(shown(1), *history)
     cached = further.usage.prompt_tokens_details.cached_tokens
     assert cached >= first.usage.prompt_tokens - 6  # but for what opens an answer
-    swapped = ask(shown(2), *history)
+    # The very same ids behind a picture that nobody has shown: nothing from that picture on is known.
+    swapped = ask(shown(4), *history)
     assert swapped.usage.prompt_tokens == further.usage.prompt_tokens
+    assert swapped.usage.prompt_tokens_details.cached_tokens < receipt["image_tokens"]
     # A second picture in a later turn is seen as well.
     two = ask(shown(1), history[0], {"role": "user", "content": [picture(3), {"type": "text", "text": "And this?"}]})
     assert two.model_extra["kvfork"]["receipt"]["image_tokens"] == 2 * receipt["image_tokens"]

@@ -8,12 +8,14 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx2 as http
 import openai
 import pytest
+from kvfork_gateway.serving import MOST_CONNECTIONS
 
 from tests.certificates import Authority
 from tests.e2e.live import PATIENCE, ROOT, LiveServer, until
@@ -67,6 +69,18 @@ def test_a_body_over_the_limit_is_refused(server: LiveServer) -> None:
         assert "2,000 bytes" in caught.value.message
 
 
+def test_beyond_its_connections_a_request_is_told_to_come_again(server: LiveServer) -> None:
+    gateway = LiveGateway(server)
+    health = f"{gateway.url}/health"
+    with ExitStack() as silent:
+        for _ in range(MOST_CONNECTIONS):
+            silent.enter_context(socket.create_connection(address_of(gateway), PATIENCE))
+        until(lambda: http.get(health).status_code == 503, what="the limit to be reached")
+    until(lambda: http.get(health).status_code == 200, what="the gateway to serve again")
+    assert gateway.terminate() == 0
+    assert set(gateway.close().splitlines()) == {"WARNING:  Exceeded concurrency limit."}
+
+
 def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new(server: LiveServer) -> None:
     gateway = LiveGateway(server)
     with gateway, gateway.client() as client:
@@ -106,9 +120,12 @@ def endless(server: LiveServer, tokens: int) -> dict[str, Any]:
 
 
 def refuses(gateway: LiveGateway) -> bool:
-    address = ("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     with socket.socket() as probe:
-        return probe.connect_ex(address) != 0
+        return probe.connect_ex(address_of(gateway)) != 0
+
+
+def address_of(gateway: LiveGateway) -> tuple[str, int]:
+    return "127.0.0.1", int(gateway.url.rpartition(":")[2])
 
 
 def kept(server: LiveServer) -> int:
