@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +62,3 @@ class LiveGateway:
         log = self.close()
         assert code == 0, (code, log)
         assert log == ""
-
-
-def with_template(source: Path, folder: Path, template: str, change: Callable[[str], str] = str) -> Path:
-    """A model's folder with another chat template; its weights are linked."""
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.suffix == ".safetensors":
-            (folder / path.name).symlink_to(path)
-        elif path.name not in ("chat_template.jinja", "kvfork.json"):
-            shutil.copy(path, folder)
-    config = folder / "tokenizer_config.json"
-    settings = json.loads(config.read_text())
-    settings["chat_template"] = change(template)
-    config.write_text(json.dumps(settings))
-    return folder

@@ -10,7 +10,8 @@ import pytest
 
 from service.models import resolve
 from tests.e2e.live import LiveServer
-from tests.gateway.live import LiveGateway, with_template
+from tests.e2e.templates import with_template
+from tests.gateway.live import LiveGateway
 from tests.text import chat_templates
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]

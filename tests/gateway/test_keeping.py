@@ -14,7 +14,8 @@ from kvfork_gateway.keeping import Caller, Keeper
 
 from service.models import resolve
 from tests.e2e.live import LiveServer, until
-from tests.gateway.live import KEPT, LiveGateway, with_template
+from tests.e2e.templates import with_template
+from tests.gateway.live import KEPT, LiveGateway
 
 pytestmark = [pytest.mark.mlx]
 
