@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 
 from tests.e2e.live import LiveServer
 from tests.gateway.live import LiveGateway
+from tests.images.pictures import png
 
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
 pytestmark = [pytest.mark.mlx]
@@ -21,12 +20,7 @@ MODEL = "tiny-qwen3_5-vl"
 
 
 def picture(seed: int) -> dict[str, Any]:
-    from PIL import Image
-
-    pixels = np.random.default_rng(seed).integers(0, 256, (96, 128, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    url = "data:image/png;base64," + base64.b64encode(png(seed)).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
 
