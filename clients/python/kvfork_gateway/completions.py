@@ -14,7 +14,7 @@ import kvfork_client as kv
 
 from .answer import Choice
 from .completion import Completion, Stream
-from .conversations import Bounds, Place
+from .conversations import Bounds, Place, same_tokens
 from .errors import Refused
 from .fields import refuse, unsupported
 from .keeping import Caller, Keeper, Prompt, Start
@@ -129,10 +129,7 @@ class Completions:
         if not opening or ids[len(ids) - len(opening) :] != opening:
             closed = replace(chat, add_generation_prompt=False)
             turns = (await caller.client.count_tokens(closed, model=model.name, rendered=True)).token_ids
-            end = next(
-                (i for i, (a, b) in enumerate(zip(ids, turns, strict=False)) if a != b), min(len(ids), len(turns))
-            )
-            opening = self._openings[model.fingerprint] = ids[end:]
+            opening = self._openings[model.fingerprint] = ids[same_tokens(ids, turns) :]
         return len(ids) - len(opening) or len(ids)
 
     async def _begin(

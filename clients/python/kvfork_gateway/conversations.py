@@ -243,6 +243,13 @@ def digest(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(memoryview(array("I", ids))).digest()
 
 
+def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many both begin with."""
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def _rank(place: Place) -> tuple[int, bool, int]:
     return place.tokens, not place.cut, place.entry
 
@@ -251,7 +258,7 @@ def _place(entry: int, kept: Kept, tokens: array[int], *, trimmable: bool) -> Pl
     """How far on `kept` reaches in `tokens`, its prompt being known to be their beginning."""
     start = kept.prompt_tokens
     last = len(tokens) - 1  # a generation has to be given something to go on with
-    same = _shared(kept.answer, tokens[start : start + len(kept.answer)])
+    same = same_tokens(kept.answer, tokens[start : start + len(kept.answer)])
     end = start + len(kept.answer)
     if kept.end and same == len(kept.answer) and end <= last:
         return Place(entry=entry, snapshot=kept.end, tokens=end)
@@ -263,10 +270,3 @@ def _place(entry: int, kept: Kept, tokens: array[int], *, trimmable: bool) -> Pl
             entry=entry, snapshot=kept.end, tokens=cut, cut=True, prompt=kept.prompt, prompt_tokens=kept.prompt_tokens
         )
     return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt else None
-
-
-def _shared(one: array[int], other: array[int]) -> int:
-    """Length of the common beginning."""
-    if one == other:
-        return len(one)
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
