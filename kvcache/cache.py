@@ -22,7 +22,6 @@ from kvcache.checkpoints import Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
 from kvcache.manifest import Item, ItemId, Manifest, record_of
-from kvcache.media import MediaTag
 from kvcache.names import (
     DEFAULT_LIMITS,
     SHARED,
@@ -88,7 +87,7 @@ class PrefixCache(NamedSnapshots):
         self._tree = self._stock.tree
         self._matcher = Matcher(self._stock, share_decoded=share_decoded)
         self._places = Places(self._stock)
-        self._travel = Travel(self._stock, fingerprint)
+        self._travel = Travel(self._stock)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -306,11 +305,11 @@ class PrefixCache(NamedSnapshots):
 
     # To and from other instances
 
-    def depart(self, snapshot: Snapshot, files: Mapping[MediaTag, bytes]) -> Departure:
-        """What travels of a snapshot, pinned; `files` has its images. Pairs with `departed`."""
+    def depart(self, snapshot: Snapshot) -> Departure:
+        """What there is of a snapshot's state, pinned: to be packed, and sent. Pairs with `departed`."""
         with self._lock:
             self._stock.forget_lost()
-            return self._travel.depart(snapshot, files)
+            return self._travel.depart(snapshot)
 
     def departed(self, departure: Departure) -> None:
         with self._lock:
@@ -328,12 +327,12 @@ class PrefixCache(NamedSnapshots):
             self._stock.forget_lost()
             return self._travel.arrive(manifest, root)
 
-    def take(self, arrival: Arrival, item: Item, payload: Buffer) -> PutResult:
-        """Takes a record of it over; if it `may_pass`, it may be given again once the store has written something."""
+    def take(self, arrival: Arrival, item: Item, payload: Buffer, *, patient: bool) -> PutResult:
+        """Takes a record of it over. `patient`: what `may_pass` is given again once the store has written something."""
         node = arrival.nodes[item.key]
         record = record_of(item, node)
         here = self.store.locate(record) is not None
-        lost = self.put(node, {record.kind: payload}, explicit=True, patient=True)
+        lost = self.put(node, {record.kind: payload}, explicit=True, patient=patient)
         if lost is not None:
             return lost
         if here:

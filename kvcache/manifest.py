@@ -16,7 +16,7 @@ from kvcache.blocks import BlockKey, root_key
 from kvcache.chains import build_chain, nodes_of, transplant
 from kvcache.errors import ExportError, FormatError
 from kvcache.format import MAX_PAYLOAD_BYTES
-from kvcache.media import MediaTag
+from kvcache.media import MediaTag, spans_of
 from kvcache.note_codec import SnapshotNote, decode_node, decode_snapshot, encode_node, encode_snapshot, media_key
 from kvcache.records import KEY_BYTES, NoteKind, RecordId, RecordKind
 from kvcache.schedule import trimmed_schedule
@@ -73,16 +73,22 @@ class Manifest:
         return sum(item.size for item in self.items)
 
 
-def nobodys(snapshot: Snapshot, fingerprint: str) -> tuple[Snapshot, dict[BlockKey, Node]]:
-    """`snapshot` on a chain of nobody's, and that chain's nodes by the keys that they have here."""
+def nobodys(snapshot: Snapshot, end: Node, fingerprint: str) -> tuple[Snapshot, dict[BlockKey, Node]]:
+    """`snapshot`, which stands on `end`, on a chain of nobody's; and that chain's nodes by the keys they have here."""
     tree = BlockTree()
-    made = transplant(snapshot.node, tree, tree.root(root_key(fingerprint, NOBODY)))
-    return replace(snapshot, owner=NOBODY, node=made[snapshot.node.key]), made
+    made = transplant(end, tree, tree.root(root_key(fingerprint, NOBODY)))
+    return replace(snapshot, owner=NOBODY, node=made[end.key]), made
 
 
 def image_key(fingerprint: str, tag: MediaTag) -> bytes:
     """The key of an image's file on its way."""
     return media_key(fingerprint, NOBODY, tag)
+
+
+def images_of(manifest: Manifest) -> dict[bytes, MediaTag]:
+    """The images in a snapshot on its way, by the keys of their files."""
+    tags = {span.tag for span in spans_of(manifest.end.all_tokens())}
+    return {image_key(manifest.fingerprint, tag): tag for tag in tags}
 
 
 def encode_manifest(snapshot: Snapshot, fingerprint: str, items: Sequence[Item]) -> bytes:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from kvcache.blocks import BlockKey
 from kvcache.chains import transplant
-from kvcache.manifest import Item, ItemId, Manifest, encode_manifest, image_key, nobodys, record_of
-from kvcache.media import MediaTag, spans_of
+from kvcache.manifest import Item, ItemId, Manifest, encode_manifest, image_key, images_of, nobodys, record_of
+from kvcache.media import MediaTag
 from kvcache.records import NoteKind, RecordId, RecordKind
 from kvcache.snapshots import Snapshot
 from kvcache.stock import Stock
@@ -27,14 +27,18 @@ class Departure:
     """A snapshot that leaves. Its records are pinned until it is let go of."""
 
     node: Node
+    position: int  # tokens whose state leaves with it
+    records: tuple[RecordId, ...]
+    sizes: tuple[int, ...]  # bytes of each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """What is sent of a departure."""
+
     manifest: bytes
     items: tuple[Item, ...]
     sources: tuple[RecordId | bytes, ...]  # where each item's bytes are: a record, or an image's file itself
-
-    @property
-    def records(self) -> list[RecordId]:
-        """Those that are pinned."""
-        return [source for source in self.sources if isinstance(source, RecordId)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,30 +59,22 @@ class Arrival:
 class Travel:
     """Over the nodes and records of one cache."""
 
-    def __init__(self, stock: Stock, fingerprint: str) -> None:
+    def __init__(self, stock: Stock) -> None:
         self._stock = stock
-        self._fingerprint = fingerprint
 
-    def depart(self, snapshot: Snapshot, files: Mapping[MediaTag, bytes]) -> Departure:
-        """`files` has every image of the snapshot. Pins; pairs with `departed`."""
+    def depart(self, snapshot: Snapshot) -> Departure:
+        """Pins; pairs with `departed`."""
         stock, node = self._stock, snapshot.node
         plan = stock.plan(node.path(), target=node.end, more_follows=True)
         records: list[RecordId] = list(plan.records) if plan is not None else []
+        position = plan.position if plan is not None else 0
         logits = RecordId(node.key, RecordKind.LOGITS)
-        if plan is not None and plan.position == node.end and stock.has(logits):
+        if position == node.end and stock.has(logits):
             records.append(logits)
-        travelling, nodes = nobodys(snapshot, self._fingerprint)
-        items = [
-            Item(nodes[BlockKey(record.key)].key, record.kind, stock.store.size(record) or 0) for record in records
-        ]
-        sources: list[RecordId | bytes] = [*records]
-        for tag, file in files.items():
-            items.append(Item(image_key(self._fingerprint, tag), NoteKind.MEDIA, len(file)))
-            sources.append(file)
-        manifest = encode_manifest(travelling, self._fingerprint, items)
         node.holds += 1
         stock.store.pin(records)
-        return Departure(node=node, manifest=manifest, items=tuple(items), sources=tuple(sources))
+        sizes = tuple(stock.store.size(record) or 0 for record in records)
+        return Departure(node=node, position=position, records=tuple(records), sizes=sizes)
 
     def departed(self, departure: Departure) -> None:
         """Lets go of what was pinned; once."""
@@ -100,9 +96,7 @@ class Travel:
         nodes = _by_item_key(transplant(manifest.end, self._stock.tree, root))
         for node in nodes.values():
             self._stock.follow(node)
-        tags = {span.tag for span in spans_of(manifest.end.all_tokens())}
-        images = {image_key(manifest.fingerprint, tag): tag for tag in tags}
-        return Arrival(manifest=manifest, end=nodes[manifest.end.key], nodes=nodes, images=images)
+        return Arrival(manifest=manifest, end=nodes[manifest.end.key], nodes=nodes, images=images_of(manifest))
 
     def lacking(self, arrival: Arrival) -> list[Item]:
         """Items whose records are not here, images' files left out."""
@@ -124,6 +118,18 @@ class Travel:
             if node.key in taken and tree.get(node.key) is node and not node.holds and not node.children:
                 self._stock.store.delete(taken[node.key])
                 self._stock.prune(node)
+
+
+def pack(snapshot: Snapshot, departure: Departure, fingerprint: str, files: Mapping[MediaTag, bytes]) -> Packed:
+    """What travels of a snapshot; `files` has every image of it. Pure: chains never change, so no lock is needed."""
+    travelling, nodes = nobodys(snapshot, departure.node, fingerprint)
+    items = [
+        Item(nodes[BlockKey(record.key)].key, record.kind, size)
+        for record, size in zip(departure.records, departure.sizes, strict=True)
+    ]
+    items += [Item(image_key(fingerprint, tag), NoteKind.MEDIA, len(file)) for tag, file in files.items()]
+    manifest = encode_manifest(travelling, fingerprint, items)
+    return Packed(manifest=manifest, items=tuple(items), sources=(*departure.records, *files.values()))
 
 
 def _by_item_key(made: Mapping[BlockKey, Node]) -> dict[bytes, Node]:

@@ -14,18 +14,19 @@ from kvcache.export import Arrived, ExchangeKey, Exporter, Importer
 from kvcache.manifest import Item, ItemId, Manifest
 from kvcache.records import RecordKind
 from kvcache.snapshots import Snapshot
-from kvcache.travel import Arrival
+from kvcache.travel import Arrival, pack
 
 KEY = ExchangeKey(bytes(range(32)))
 
 
 def exported(world: World, snapshot: Snapshot, *, have: Iterable[ItemId] = (), key: ExchangeKey = KEY) -> bytes:
     """The whole of an export but for what the other side has."""
-    departure = world.cache.depart(snapshot, {})
-    writer = Exporter(key, departure.manifest)
+    departure = world.cache.depart(snapshot)
+    packed = pack(snapshot, departure, "model", {})
+    writer = Exporter(key, packed.manifest)
     have = set(have)
     parts = [bytes(part) for part in writer.opening()]
-    sent = [(index, item) for index, item in enumerate(departure.items) if item.id not in have]
+    sent = [(index, item) for index, item in enumerate(packed.items) if item.id not in have]
     for index, _ in sent:
         (payload,) = world.store.fetch_now([departure.records[index]]).payloads
         parts += [bytes(part) for part in writer.record(index, payload, piece=7)]
@@ -50,10 +51,10 @@ def taken_in(
                     continue
                 assert isinstance(part, Arrived) and arrival is not None
                 item = arrival.manifest.items[part.index]
-                result = world.cache.take(arrival, item, part.payload)
+                result = world.cache.take(arrival, item, part.payload, patient=True)
                 while result.may_pass:
                     world.store.run_pending()
-                    result = world.cache.take(arrival, item, part.payload)
+                    result = world.cache.take(arrival, item, part.payload, patient=True)
                 assert result.held, result
                 taken.append(item)
         reader.finish()
@@ -225,7 +226,7 @@ def test_what_somebody_else_has_come_to_need_stays_when_an_import_is_given_up() 
     arrival = there.cache.arrive("a", manifest)
     for part in parts:
         assert isinstance(part, Arrived)
-        there.cache.take(arrival, manifest.items[part.index], part.payload)
+        there.cache.take(arrival, manifest.items[part.index], part.payload, patient=True)
     longer = prompt_of(600)[:512] + prompt_of(100, seed=3)
     ran = there.run(longer)
     assert ran.receipt == (512, 0, 100)
@@ -248,7 +249,7 @@ def test_an_import_larger_than_the_memory_tier_goes_to_disk_as_it_comes() -> Non
 def test_what_is_being_sent_is_not_evicted() -> None:
     here = World(LAYOUTS["all"])
     snapshot = here.save(here.run(prompt_of(700)).nodes[700], "original")
-    departure = here.cache.depart(snapshot, {})
+    departure = here.cache.depart(snapshot)
     here.starve()
     assert here.store.fetch_now(departure.records).ok
     here.cache.delete(snapshot)
