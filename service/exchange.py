@@ -72,8 +72,8 @@ class Exchange:
             held = call.held & {item.id for item in packed.items}
             sent = [] if call.manifest_only else [i for i, item in enumerate(packed.items) if item.id not in held]
             about: ExportView | None = _about(handles, snapshot, departure, packed, writer, sent, len(held))
-            for part in _pieces(b"".join(writer.opening())):
-                yield ExportPiece(part, about)
+            for data in _pieces(b"".join(writer.opening())):
+                yield ExportPiece(data, about)
                 about = None
             for index in sent:
                 payload = await self._read(cache, packed, index)
