@@ -258,9 +258,8 @@ def rpcs() -> list[Rpc]:
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 kinds = [getattr(module, kind.name) for kind in (method.input_type, method.output_type)]
-                found.append(
-                    Rpc(f"/{service.full_name}/{method.name}", *kinds, method.server_streaming, method.client_streaming)
-                )
+                path = f"/{service.full_name}/{method.name}"
+                found.append(Rpc(path, *kinds, method.server_streaming, method.client_streaming))
     return found
 
 

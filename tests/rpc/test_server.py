@@ -328,8 +328,8 @@ def test_a_sender_that_goes_away_ends_the_import():
 def test_records_that_no_server_names_are_refused_in_an_export():
     async def story():
         async with serving() as s:
+            request = snapshot_pb.ExportSnapshotRequest(name="models/x", held=[b"short"])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                request = snapshot_pb.ExportSnapshotRequest(name="models/x", held=[b"short"])
                 await drained(s.snapshots.ExportSnapshot(request))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             details = rpc_status.from_call(caught.value).SerializeToString()
