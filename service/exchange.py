@@ -248,7 +248,7 @@ class _Coming:
         tag = self._arrival.images.get(item.key)
         if tag is not None and tag not in self._images:
             upload = self._loaded.uploads.receive(self._owner, tag, bytes(file))
-            self._stack.callback(self._loaded.uploads.release, (upload,))
+            self._stack.callback(lambda: self._loaded.uploads.release((upload,), forget=self.refused))
             self._images.add(tag)
             self._count(item)
 

@@ -102,11 +102,13 @@ class Uploads:
                 self._by_digest[owner, digest_of(file)] = upload
             return self._held(upload)
 
-    def release(self, uploads: Sequence[Upload]) -> None:
-        """Gives back one hold on each."""
+    def release(self, uploads: Sequence[Upload], *, forget: bool = False) -> None:
+        """Gives back one hold on each. `forget`: those that nobody else holds go at once."""
         with self._lock:
             for upload in uploads:
                 self._let_go(upload)
+                if forget and (upload.owner, upload.tag) in self._idle:
+                    self._drop(upload)
 
     # What snapshots need
 
