@@ -1,8 +1,8 @@
 """Snapshots to and from other instances: ExportSnapshot, CheckImport, ImportSnapshot.
 
-Owns the order of things, what a call holds while it lasts, and the limits on that. Which records travel and what a
-snapshot becomes here is `kvcache.travel`, the bytes and their signatures are `kvcache.export`. Reading and hashing is
-done beside the event loop, and a call holds one record at a time.
+Owns the order of things, what an export holds while it lasts, and how many there may be; what an import does is
+`service.incoming`. Which records travel is `kvcache.travel`, the bytes and their signatures are `kvcache.export`.
+Reading and hashing is done beside the event loop, and a call holds one record at a time.
 """
 
 from __future__ import annotations
@@ -11,32 +11,22 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 from kvcache.cache import PrefixCache
-from kvcache.errors import CutExport, DamagedExport, ExportError, ForeignKey
+from kvcache.errors import CutExport
 from kvcache.export import Arrived, ExchangeKey, Exporter, Importer
-from kvcache.manifest import Item, ItemId, Manifest, images_of
+from kvcache.manifest import ItemId, Manifest, images_of
 from kvcache.media import MediaTag
-from kvcache.records import Buffer, FetchResult, NoteKind, PutResult, RecordId
+from kvcache.records import Buffer, FetchResult, NoteKind, RecordId
 from kvcache.snapshots import Snapshot
-from kvcache.travel import Arrival, Departure, Packed, pack
-from service.errors import (
-    CallError,
-    ExchangeKeyDiffers,
-    ExchangeQuota,
-    ExportDamaged,
-    ExportIncomplete,
-    ExportUnreadable,
-    FingerprintDiffers,
-    ImageNotHeld,
-    SlowSender,
-    Unsupported,
-)
+from kvcache.travel import Departure, Packed, pack
+from service.errors import CallError, ExchangeQuota, ExportIncomplete, ImageNotHeld, SlowSender, Unsupported
 from service.events import ExportPiece, ExportView, ImportCheck, Imported
+from service.export_errors import check_fingerprint, translated
 from service.handles import Handles
+from service.incoming import Incoming
 from service.request import ExportCall, SaveOptions
-from service.runtime import Loaded, Runtime, store_full
+from service.runtime import Loaded, Runtime
 
 PIECE_BYTES = 256 << 10  # of one message: small enough to be hashed between two tokens of others
 MOST_OF_OWNER = 4  # exports and imports at a time
@@ -78,13 +68,8 @@ class Exchange:
             for index in sent:
                 payload = await self._read(cache, packed, index)
                 parts = writer.record(index, payload, piece=PIECE_BYTES)
-                gathered = b""
-                while part := await asyncio.to_thread(_next, parts):
-                    gathered += part
-                    if len(part) == PIECE_BYTES:  # else a head, an end or a signature, which the next goes along with
-                        yield ExportPiece(gathered)
-                        gathered = b""
-                yield ExportPiece(gathered)
+                while data := await asyncio.to_thread(_gathered, parts):
+                    yield ExportPiece(data)
 
     async def _read(self, cache: PrefixCache, packed: Packed, index: int) -> Buffer:
         source = packed.sources[index]
@@ -109,9 +94,9 @@ class Exchange:
         key = self._need_key()
         loaded, _ = self._rt.need_model("", names_snapshot=False)
         cache = loaded.cache
-        with _translated():
+        with translated():
             found = await asyncio.to_thread(_manifest_of, key, manifest)
-        _check_fingerprint(found, loaded)
+        check_fingerprint(found, loaded)
         held: set[ItemId] = await asyncio.to_thread(cache.held_of, owner, found)
         tags = _images_here(loaded, owner, found)
         held |= {item.id for item in found.items if item.kind is NoteKind.MEDIA and item.key in tags}
@@ -123,13 +108,13 @@ class Exchange:
         )
 
     async def import_snapshot(self, options: SaveOptions, data: AsyncIterator[bytes], owner: str) -> Imported:
-        """Takes a snapshot in. Raises what is wrong with it, and then nothing of it stays."""
+        """Takes a snapshot in. Raises what is wrong with it; of one that is refused nothing stays."""
         key = self._need_key()
         loaded, handles = self._rt.need_model("", names_snapshot=False)
         with self._place(owner), ExitStack() as stack:
-            coming = _Coming(self._rt, loaded, handles, options, owner, stack)
+            coming = Incoming(self._rt, loaded, handles, options, owner, stack)
             try:
-                with _translated():
+                with translated():
                     await self._receive(Importer(key), data, coming)
                 return await coming.end()
             except CallError as error:
@@ -137,7 +122,7 @@ class Exchange:
                 raise
 
     @staticmethod
-    async def _receive(reader: Importer, data: AsyncIterator[bytes], coming: _Coming) -> None:
+    async def _receive(reader: Importer, data: AsyncIterator[bytes], coming: Incoming) -> None:
         def read(piece: bytes) -> list[Manifest | Arrived]:
             return list(reader.feed(piece))
 
@@ -181,101 +166,6 @@ class Exchange:
                 del self._open[owner]
 
 
-class _Coming:
-    """One import under way. What it holds is let go of with `stack`.
-
-    What came of one that broke off stays as any state that nobody has named does, so that the next need not bring it
-    again; of one that was refused nothing does.
-    """
-
-    def __init__(
-        self, rt: Runtime, loaded: Loaded, handles: Handles, options: SaveOptions, owner: str, stack: ExitStack
-    ) -> None:
-        self._rt = rt
-        self._loaded = loaded
-        self._handles = handles
-        self._options = options
-        self._owner = owner
-        self._stack = stack
-        self._arrival: Arrival | None = None
-        self._images: set[MediaTag] = set()  # that are held
-        self.refused = False
-        self._records = self._bytes = 0
-
-    def begin(self, manifest: Manifest) -> None:
-        """Refuses what cannot be kept before any state has come."""
-        loaded, owner, came = self._loaded, self._owner, manifest.snapshot
-        _check_fingerprint(manifest, loaded)
-        self._options = replace(
-            self._options,
-            snapshot_id=self._options.snapshot_id or came.id,
-            ttl=self._options.ttl if self._options.ttl is not None else min(came.ttl, self._rt.config.max_ttl),
-            labels=self._options.labels or tuple(sorted(came.labels.items())),
-            lineage=came.lineage,
-        )
-        self._handles.check_new(owner, [self._options])
-        self._handles.check_id(owner, self._options, manifest.end.all_tokens())
-        arrival = self._arrival = loaded.cache.arrive(owner, manifest)
-        self._stack.callback(lambda: loaded.cache.arrived(arrival, forget=self.refused))
-        for tag in arrival.images.values():
-            uploads = loaded.uploads.hold(owner, (tag,))
-            if uploads is not None:
-                self._stack.callback(loaded.uploads.release, uploads)
-                self._images.add(tag)
-
-    async def take(self, part: Arrived) -> None:
-        """Waits, not for long, while the store has no room."""
-        assert self._arrival is not None
-        item = self._arrival.manifest.items[part.index]
-        if item.kind is NoteKind.MEDIA:
-            self._take_image(item, part.payload)
-            return
-        cache, loop = self._loaded.cache, asyncio.get_running_loop()
-        until = loop.time() + self._rt.config.snapshot_wait
-        while True:
-            left = until - loop.time()
-            result = cache.take(self._arrival, item, part.payload, patient=left > 0)
-            if result.held:
-                if result is PutResult.STORED:
-                    self._count(item)
-                return
-            if not result.may_pass or left <= 0:
-                raise store_full(result.name)
-            await _until_written(cache, left)
-
-    def _take_image(self, item: Item, file: Buffer) -> None:
-        assert self._arrival is not None
-        tag = self._arrival.images.get(item.key)
-        if tag is not None and tag not in self._images:
-            upload = self._loaded.uploads.receive(self._owner, tag, bytes(file))
-            self._stack.callback(lambda: self._loaded.uploads.release((upload,), forget=self.refused))
-            self._images.add(tag)
-            self._count(item)
-
-    def _count(self, item: Item) -> None:
-        self._records += 1
-        self._bytes += item.size
-
-    async def end(self) -> Imported:
-        """Names it, once all of it is there."""
-        arrival, cache = self._arrival, self._loaded.cache
-        assert arrival is not None
-        lacking = [str(item) for item in cache.lacking(arrival)]
-        lacking += [f"image {key[:8].hex()}" for key, tag in arrival.images.items() if tag not in self._images]
-        if lacking:
-            raise _incomplete(lacking[0])
-        node = cache.hold(arrival.end)
-        snapshot = await self._rt.add(self._owner, node, self._options, None)
-        if snapshot.node is not arrival.end and not cache.stands(snapshot.node) and cache.stands(arrival.end):
-            cache.rehome(snapshot, arrival.end)
-        return Imported(
-            snapshot=self._handles.view(snapshot),
-            received_records=self._records,
-            received_bytes=self._bytes,
-            held_records=len(arrival.manifest.items) - self._records,
-        )
-
-
 def _files(loaded: Loaded, snapshot: Snapshot) -> dict[MediaTag, bytes]:
     """The files of a snapshot's images. Raises ImageNotHeld."""
     files: dict[MediaTag, bytes] = {}
@@ -313,8 +203,14 @@ def _about(
     )
 
 
-def _next(parts: Iterator[Buffer]) -> Buffer:
-    return next(parts, b"")
+def _gathered(parts: Iterator[Buffer]) -> bytes:
+    """The next of them together, as a message has room for; nothing at the end."""
+    taken: list[Buffer] = []
+    for part in parts:
+        taken.append(part)
+        if len(part) == PIECE_BYTES:
+            break
+    return b"".join(taken)
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
@@ -327,49 +223,6 @@ def _manifest_of(key: ExchangeKey, data: bytes) -> Manifest:
         assert isinstance(part, Manifest), "it comes first"
         return part
     raise CutExport("the manifest")
-
-
-def _check_fingerprint(manifest: Manifest, loaded: Loaded) -> None:
-    here = loaded.cache.fingerprint
-    if manifest.fingerprint != here:
-        raise FingerprintDiffers(
-            f"the snapshot is of a model with fingerprint {manifest.fingerprint}, {loaded.view.name} has {here}",
-            hint="its state fits the same weights, tokenizer and software alone; make it again from its tokens",
-            metadata={"have": here, "want": manifest.fingerprint, "model": loaded.view.name},
-        )
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """What is wrong with an export as the contract's errors."""
-    try:
-        yield
-    except ForeignKey as error:
-        raise ExchangeKeyDiffers(
-            "the export was signed with another exchange key than this server's",
-            hint="give both instances the same --exchange-key",
-            metadata={"have": error.ours.hex(), "want": error.theirs.hex()},
-        ) from None
-    except DamagedExport as error:
-        raise ExportDamaged(
-            f"the export is damaged: {error.part} is not what was signed",
-            hint="nothing of it was kept; export the snapshot again",
-            metadata={"record": error.part},
-        ) from None
-    except CutExport as error:
-        raise _incomplete(error.part) from None
-    except ExportError as error:
-        raise ExportUnreadable(
-            f"what was sent {error}", hint="send the data of ExportSnapshot as it is, from its first byte on"
-        ) from None
-
-
-def _incomplete(part: str) -> CallError:
-    return ExportIncomplete(
-        f"the export ends before {part} was there, or it was left out and is not held here any more",
-        hint="call CheckImport and ExportSnapshot again; what came is not sent twice",
-        metadata={"record": part},
-    )
 
 
 async def _fetched(cache: PrefixCache, record: RecordId) -> FetchResult:
@@ -385,18 +238,3 @@ async def _fetched(cache: PrefixCache, record: RecordId) -> FetchResult:
 
     cache.store.fetch((record,), from_there)
     return await answer
-
-
-async def _until_written(cache: PrefixCache, seconds: float) -> None:
-    """Until the store has written something, or time is up."""
-    loop, written = asyncio.get_running_loop(), asyncio.Event()
-
-    def from_there() -> None:
-        loop.call_soon_threadsafe(written.set)
-
-    cache.store.when_written(from_there)
-    try:
-        async with asyncio.timeout(seconds):
-            await written.wait()
-    except TimeoutError:
-        pass
