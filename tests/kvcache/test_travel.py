@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from tiny_worlds import LAYOUTS, World, prompt_of
@@ -69,6 +70,26 @@ def taken_in(
         raise
     world.cache.arrived(arrival, forget=False)
     return snapshot, taken
+
+
+GOLDEN = Path(__file__).parent / "golden" / "export_v1.kvx"
+
+
+def golden_export() -> bytes:
+    """The same bytes each time, as long as the format is the same."""
+    here = World(LAYOUTS["all"])
+    snapshot = here.save(here.run(prompt_of(300, seed="golden")).nodes[300], "golden-export", labels=(("a", "b"),))
+    return exported(here, snapshot)
+
+
+def test_an_export_is_written_byte_for_byte_as_it_was_and_can_be_read() -> None:
+    """docs/format.md, section 10: whoever has to change the file raises the version."""
+    assert golden_export() == GOLDEN.read_bytes()
+    there = World(LAYOUTS["all"])
+    snapshot, taken = taken_in(there, GOLDEN.read_bytes())
+    assert list(snapshot.node.all_tokens()) == prompt_of(300, seed="golden") and len(taken) == 6
+    note = manifest_of(GOLDEN.read_bytes()).snapshot
+    assert (note.id, note.owner, note.model, note.labels) == ("golden-export", "", "model", {"a": "b"})
 
 
 def manifest_of(data: bytes) -> Manifest:
