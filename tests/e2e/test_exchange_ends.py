@@ -249,6 +249,18 @@ def test_a_server_without_room_says_so_and_keeps_nothing(pair: Pair, key: Path) 
         assert len(generate(small, greedy(raw_input(prompt_of(40)), tokens=4)).ids) == 4
 
 
+def test_a_snapshot_larger_than_the_memory_tier_passes_through_it(pair: Pair, key: Path) -> None:
+    made = create(pair.here, LONG)
+    data = export(pair.here, made.name)
+    flags = ("--exchange-key", str(key), "--memory-bytes", "1MiB", "--active-bytes", "64MiB")
+    with LiveServer("tiny-llama", *flags) as small:
+        assert len(data) > 5 << 20
+        assert take_in(small, data).snapshot.residency == pb.RESIDENCY_DISK
+        theirs = answer(small, raw_input(MORE), made.name)
+        assert theirs.usage.recomputed_tokens == 0 and theirs.usage.disk_tokens > 4_000
+        assert values(theirs) == values(answer(pair.here, raw_input(MORE), made.name))
+
+
 def test_quotas_of_names_and_pins_hold_for_what_comes(pair: Pair, key: Path) -> None:
     data = export(pair.here, create(pair.here, PROMPT).name)
     flags = ("--exchange-key", str(key), "--max-snapshots", "1", "--max-pinned", "0")
