@@ -76,6 +76,7 @@ class Config:
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
+    exchange_key: Path | None = None  # None: no snapshot comes from, or goes to, another instance
     checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS.policy
     state_spacing: int = DEFAULT_CHECKPOINTS.state_spacing
     daily_write_bytes: int | None = None  # None: no limit

@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import PrefixCache
+from kvcache.export import ExchangeKey
 from service.calls import Calls
 from service.config import Config
 from service.derivations import Derivations
@@ -33,6 +34,7 @@ from service.events import (
     ServerView,
     StatsView,
 )
+from service.exchange import Exchange
 from service.gate import Gate
 from service.generations import Generations
 from service.handles import Handles
@@ -64,10 +66,12 @@ class Core:
         load: Callable[[], Loaded],
         store: OpenStore | None = None,
         tracer: Tracer | None = None,
+        exchange_key: ExchangeKey | None = None,
     ) -> None:
         """`load` runs on the engine thread; it raises with a text that says what is wrong with the model.
 
         `store`: the durable store that `load` uses, which gives the instance a name that outlives the process.
+        `exchange_key`: signs snapshots for other instances; None: there are none.
         """
         model = ModelView(name=f"models/{model_name}", state=ModelState.LOADING)
         instance = f"kvfork-{store.instance if store else secrets.token_hex(8)}"
@@ -96,6 +100,10 @@ class Core:
         self.update_snapshot = directory.update_snapshot
         self.extend_snapshots = directory.extend_snapshots
         self.delete_snapshot = directory.delete_snapshot
+        exchange = Exchange(self._rt, exchange_key)
+        self.export_snapshot = exchange.export_snapshot
+        self.check_import = exchange.check_import
+        self.import_snapshot = exchange.import_snapshot
         self._watches = Watches(self._boot_id, most=config.max_watches)
         self.watch_snapshots = self._watches.watch
         self.end_watches = self._watches.close
@@ -181,6 +189,7 @@ class Core:
                 name
                 for name, on in (
                     ("durable", c.store_dir is not None),
+                    ("exchange", c.exchange_key is not None),
                     ("share_decoded", c.share_decoded),
                     ("share_prefixes", c.share_prefixes),
                 )

@@ -247,6 +247,13 @@ OPTIONS = (
         "prints the durable store's master key, as a key file holds it; run without a shell",
     ),
     Option(
+        "exchange_key",
+        parse_path,
+        "FILE",
+        "lets snapshots be exported, and those of other instances be imported: the key that signs and checks them, the "
+        "same for all that trust each other, 32 bytes or 64 hexadecimal digits in a file of mode 0600",
+    ),
+    Option(
         "checkpoints",
         parse_policy,
         "POLICY",

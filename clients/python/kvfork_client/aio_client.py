@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -10,9 +10,22 @@ from . import calls
 from .asynchronous import AsyncGeneration, AsyncSnapshot, created
 from .connection import AsyncConnection
 from .endpoint import Tls, endpoint
+from .exchange_wire import export_request
+from .exchanging import AsyncExport, async_imported
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
-from .values import CacheStats, Extended, HealthStatus, ModelInfo, Plan, ServerInfo, SnapshotInfo, TokenCount
+from .values import (
+    CacheStats,
+    Extended,
+    HealthStatus,
+    ImportCheck,
+    Imported,
+    ModelInfo,
+    Plan,
+    ServerInfo,
+    SnapshotInfo,
+    TokenCount,
+)
 from .watch_wire import watch_request
 from .watching import AsyncWatch
 
@@ -149,6 +162,54 @@ class AsyncClient:
             name, descendants=descendants, stop_active=stop_active, allow_missing=allow_missing
         )
         return await self._connection.unary(call, timeout)
+
+    def export_snapshot(
+        self,
+        name: SnapshotRef,
+        *,
+        held: Iterable[bytes] = (),
+        manifest_only: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncExport:
+        """Writes a snapshot out for another server: iterate the result for its bytes. Errors come out of it.
+
+        `held`: records to leave out, as the other server's `check_import` names them.
+        """
+        return AsyncExport(self._connection, export_request(name, held, manifest_only=manifest_only), timeout)
+
+    async def check_import(self, manifest: bytes, *, timeout: float | None = None) -> ImportCheck:
+        """What of an export is here already. `manifest`: all bytes of an export with `manifest_only`."""
+        return await self._connection.unary(calls.check_import(manifest), timeout)
+
+    async def import_snapshot(
+        self,
+        data: Iterable[bytes] | AsyncIterable[bytes],
+        *,
+        options: SaveOptions | None = None,
+        timeout: float | None = None,
+    ) -> Imported[AsyncSnapshot]:
+        """Takes a snapshot in, all or nothing. `data`: an export, in pieces of any size.
+
+        What `options` leave out is what it had: id, ttl, labels. Raises ExportDamaged, FingerprintDiffers and others.
+        """
+        return await async_imported(self._connection, data, options, timeout)
+
+    async def copy_snapshot(
+        self,
+        name: SnapshotRef,
+        to: AsyncClient,
+        *,
+        options: SaveOptions | None = None,
+        timeout: float | None = None,
+    ) -> Imported[AsyncSnapshot]:
+        """Brings a snapshot to another server; only what is missing there travels. Both need the same exchange key.
+
+        `timeout` is that of each of the calls that it takes.
+        """
+        async with self.export_snapshot(name, manifest_only=True, timeout=timeout) as manifest:
+            held = (await to.check_import(await manifest.read(), timeout=timeout)).held
+        async with self.export_snapshot(name, held=held, timeout=timeout) as export:
+            return await to.import_snapshot(export, options=options, timeout=timeout)
 
     async def count_tokens(
         self,

@@ -19,7 +19,7 @@ from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as types_pb
 
-from . import decode, encode
+from . import decode, encode, exchange_wire
 from .health import check_request, check_status
 from .messages import (
     InputLike,
@@ -36,6 +36,7 @@ from .values import (
     Extended,
     Forked,
     HealthStatus,
+    ImportCheck,
     ModelInfo,
     Plan,
     RolledBack,
@@ -286,6 +287,10 @@ def delete_snapshot(
         request,
         lambda data: tuple(_read(snapshot_pb.DeleteSnapshotResponse, data).deleted),
     )
+
+
+def check_import(manifest: bytes) -> Call[ImportCheck]:
+    return Call(exchange_wire.CHECK, exchange_wire.check_request(manifest), exchange_wire.read_check)
 
 
 def server_info() -> Call[ServerInfo]:

@@ -10,9 +10,22 @@ from . import calls
 from .blocking import Generation, Snapshot, created
 from .connection import Connection
 from .endpoint import Tls, endpoint
+from .exchange_wire import export_request
+from .exchanging import Export, imported
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
-from .values import CacheStats, Extended, HealthStatus, ModelInfo, Plan, ServerInfo, SnapshotInfo, TokenCount
+from .values import (
+    CacheStats,
+    Extended,
+    HealthStatus,
+    ImportCheck,
+    Imported,
+    ModelInfo,
+    Plan,
+    ServerInfo,
+    SnapshotInfo,
+    TokenCount,
+)
 from .watch_wire import watch_request
 from .watching import Watch
 
@@ -149,6 +162,50 @@ class Client:
             name, descendants=descendants, stop_active=stop_active, allow_missing=allow_missing
         )
         return self._connection.unary(call, timeout)
+
+    def export_snapshot(
+        self,
+        name: SnapshotRef,
+        *,
+        held: Iterable[bytes] = (),
+        manifest_only: bool = False,
+        timeout: float | None = None,
+    ) -> Export:
+        """Writes a snapshot out for another server: iterate the result for its bytes. Errors come out of it.
+
+        `held`: records to leave out, as the other server's `check_import` names them.
+        """
+        return Export(self._connection, export_request(name, held, manifest_only=manifest_only), timeout)
+
+    def check_import(self, manifest: bytes, *, timeout: float | None = None) -> ImportCheck:
+        """What of an export is here already. `manifest`: all bytes of an export with `manifest_only`."""
+        return self._connection.unary(calls.check_import(manifest), timeout)
+
+    def import_snapshot(
+        self, data: Iterable[bytes], *, options: SaveOptions | None = None, timeout: float | None = None
+    ) -> Imported[Snapshot]:
+        """Takes a snapshot in, all or nothing. `data`: an export, in pieces of any size.
+
+        What `options` leave out is what it had: id, ttl, labels. Raises ExportDamaged, FingerprintDiffers and others.
+        """
+        return imported(self._connection, data, options, timeout)
+
+    def copy_snapshot(
+        self,
+        name: SnapshotRef,
+        to: Client,
+        *,
+        options: SaveOptions | None = None,
+        timeout: float | None = None,
+    ) -> Imported[Snapshot]:
+        """Brings a snapshot to another server; only what is missing there travels. Both need the same exchange key.
+
+        `timeout` is that of each of the calls that it takes.
+        """
+        with self.export_snapshot(name, manifest_only=True, timeout=timeout) as manifest:
+            held = to.check_import(manifest.read(), timeout=timeout).held
+        with self.export_snapshot(name, held=held, timeout=timeout) as export:
+            return to.import_snapshot(export, options=options, timeout=timeout)
 
     def count_tokens(
         self,

@@ -15,6 +15,7 @@ import grpc.aio
 from .calls import Call
 from .endpoint import Endpoint, in_name_of
 from .errors import Cancelled, KVForkError
+from .exchange_wire import EXPORT
 from .generating import GENERATE
 from .status import from_status
 from .watch_wire import WATCH
@@ -74,18 +75,22 @@ class Connection:
         """Blocks until the reply. Raises KVForkError."""
         method: Any = self.channel.unary_unary(call.path)
         try:
-            reply = method(call.request, timeout=self._deadline(timeout), metadata=self.where.metadata)
+            reply = method(call.request, timeout=self.deadline(timeout), metadata=self.where.metadata)
         except grpc.RpcError as error:
             raise translate(error) from None
         return call.parse(reply)
 
     def generate(self, request: bytes, timeout: float | None) -> ByteStream:
         """Starts a generation; errors come out of the stream."""
-        return self._stream(GENERATE, request, self._deadline(timeout))
+        return self._stream(GENERATE, request, self.deadline(timeout))
 
     def watch(self, request: bytes, timeout: float | None) -> ByteStream:
         """Starts a watch, which ends with `timeout` alone: the connection's is for calls that end."""
         return self._stream(WATCH, request, timeout)
+
+    def export(self, request: bytes, timeout: float | None) -> ByteStream:
+        """Starts an export."""
+        return self._stream(EXPORT, request, self.deadline(timeout))
 
     def _stream(self, path: str, request: bytes, timeout: float | None) -> ByteStream:
         method: Any = self.channel.unary_stream(path)
@@ -97,7 +102,8 @@ class Connection:
         if self._over is None:
             self.channel.close()
 
-    def _deadline(self, timeout: float | None) -> float | None:
+    def deadline(self, timeout: float | None) -> float | None:
+        """A call's timeout, or else the connection's."""
         return self._timeout if timeout is None else timeout
 
 
@@ -119,7 +125,7 @@ class AsyncConnection:
         """Raises KVForkError. Cancelling the task cancels the call."""
         method: Any = self.open().unary_unary(call.path)
         try:
-            reply = await method(call.request, timeout=self._deadline(timeout), metadata=self._metadata())
+            reply = await method(call.request, timeout=self.deadline(timeout), metadata=self.metadata())
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         except asyncio.CancelledError:
@@ -130,15 +136,19 @@ class AsyncConnection:
 
     def generate(self, request: bytes, timeout: float | None) -> AsyncByteStream:
         """Starts a generation; errors come out of the stream."""
-        return self._stream(GENERATE, request, self._deadline(timeout))
+        return self._stream(GENERATE, request, self.deadline(timeout))
 
     def watch(self, request: bytes, timeout: float | None) -> AsyncByteStream:
         """Starts a watch, which ends with `timeout` alone: the connection's is for calls that end."""
         return self._stream(WATCH, request, timeout)
 
+    def export(self, request: bytes, timeout: float | None) -> AsyncByteStream:
+        """Starts an export."""
+        return self._stream(EXPORT, request, self.deadline(timeout))
+
     def _stream(self, path: str, request: bytes, timeout: float | None) -> AsyncByteStream:
         method: Any = self.open().unary_stream(path)
-        stream: AsyncByteStream = method(request, timeout=timeout, metadata=self._metadata())
+        stream: AsyncByteStream = method(request, timeout=timeout, metadata=self.metadata())
         return stream
 
     async def close(self) -> None:
@@ -160,8 +170,10 @@ class AsyncConnection:
             )
         return self._channel
 
-    def _metadata(self) -> grpc.aio.Metadata:
+    def metadata(self) -> grpc.aio.Metadata:
+        """What every call carries."""
         return grpc.aio.Metadata(*self.where.metadata)
 
-    def _deadline(self, timeout: float | None) -> float | None:
+    def deadline(self, timeout: float | None) -> float | None:
+        """A call's timeout, or else the connection's."""
         return self._timeout if timeout is None else timeout
