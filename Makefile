@@ -8,7 +8,7 @@ RELEASED := proto/released/kvfork.v1.binpb
 # Test files run side by side in so many processes, one thread each; a file's tests stay together.
 WORKERS ?= 2
 STORIES := reasoning_stripped tree_search tool_pause shared_system_prompt crash_and_resume best_of_n \
-	langgraph_time_travel
+	langgraph_time_travel agents_sdk
 PROTOS := types inference_service snapshot_service server_service
 
 # The embedded Gemma model has terms of its own; using these targets on it accepts them (kvfork models get gemma3 shows them).

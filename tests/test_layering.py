@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "service": ROOT,
     "kvcache": ROOT,
-    **dict.fromkeys(("kvfork_client", "kvfork_gateway", "kvfork_langgraph"), ROOT / "clients" / "python"),
+    **dict.fromkeys(
+        ("kvfork_client", "kvfork_gateway", "kvfork_langgraph", "kvfork_agents"), ROOT / "clients" / "python"
+    ),
 }
 
 # The joints of the layout: a rule about a module that is gone would hold for ever.
@@ -108,6 +110,8 @@ ONLY: dict[str, tuple[str, ...]] = {
     "service.auth": ("service.auth", "service.errors"),
     "kvfork_client": ("grpc", "grpc_status", "google", "kvfork", "kvfork_client"),
     "kvfork_langgraph": ("kvfork_client", "kvfork_langgraph", "langgraph", "langchain_core"),
+    # A client of the gateway: all that it knows of the server's side it has from there.
+    "kvfork_agents": ("kvfork_agents", "agents", "openai"),
     # A client of the contract: all that it knows of a server it has from there.
     "kvfork_gateway": ("kvfork_client", "kvfork_gateway", "uvicorn"),
 }
@@ -119,6 +123,7 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "grpc": ("service.rpc", "service.inspector", "kvfork_client"),
     "llguidance": ("service.text.constraint",),
     "langgraph": ("kvfork_langgraph",),
+    "agents": ("kvfork_agents",),
     "kvfork": ("service.rpc", "service.inspector", "kvfork_client"),
     "h11": ("service.inspector.http",),
     "prometheus_client": ("service.metrics.collector",),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypedDict
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("langgraph")
 from kvfork_langgraph import SnapshotSaver
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
+from whole_saver import WholeSaver
 
 pytestmark = pytest.mark.mlx
 
@@ -69,8 +71,8 @@ def graph(client: Client, saver: SnapshotSaver) -> Any:
     return built.compile(checkpointer=saver)
 
 
-def thread(name: str) -> Any:
-    return {"configurable": {"thread_id": name}}
+def thread(name: str, **more: str) -> Any:
+    return {"configurable": {"thread_id": name, **more}}
 
 
 def names(client: Client) -> set[str]:
@@ -125,6 +127,70 @@ def test_a_snapshot_goes_with_the_last_checkpoint_that_names_it(client: Client) 
     assert names(client) == set()
 
 
+Tell = Callable[..., None]
+
+
+@pytest.fixture(params=["sync", "async"])
+def tell(request: pytest.FixtureRequest) -> Tell:
+    """Calls a saver's method by its name, or the one that is awaited."""
+
+    def told(saver: Any, method: str, *arguments: Any, **options: Any) -> None:
+        if request.param == "sync":
+            getattr(saver, method)(*arguments, **options)
+        else:
+            asyncio.run(getattr(saver, f"a{method}")(*arguments, **options))
+
+    return told
+
+
+def test_a_run_that_is_deleted_takes_the_snapshots_that_no_other_run_names(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(WholeSaver(), client))
+    one = agent.invoke({"said": "Ann"}, thread("t", run_id="one"))["kvfork"]
+    two = agent.invoke({"said": "Bob"}, thread("t", run_id="two"))["kvfork"]
+    three = agent.invoke({"said": "Cleo"}, thread("u", run_id="three"))["kvfork"]
+
+    tell(agent.checkpointer, "delete_for_runs", ["one"])
+    assert names(client) == {one, two, three}, "the second run's first checkpoint names what it began behind"
+    assert [one.metadata["run_id"] for one in agent.checkpointer.list(thread("t"))] == ["two"] * 3
+    tell(agent.checkpointer, "delete_for_runs", ["two", "never was"])
+    assert names(client) == {three}
+
+
+def test_pruning_leaves_the_snapshots_of_what_it_keeps(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(WholeSaver(), client))
+    for name in ("t", "u"):
+        agent.invoke({"said": "Ann"}, thread(name))
+    last = {name: agent.invoke({"said": "Bob"}, thread(name))["kvfork"] for name in ("t", "u")}
+    assert len(names(client)) == 4
+
+    tell(agent.checkpointer, "prune", ["t", "u"])
+    assert names(client) == set(last.values())
+    assert agent.invoke({"said": "Cleo"}, thread("t"))["receipt"][1] == 0
+    tell(agent.checkpointer, "prune", ["t"], strategy="delete")
+    assert names(client) == {last["u"]}
+
+
+def test_a_copied_thread_keeps_the_snapshots_when_the_first_one_goes(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(WholeSaver(), client))
+    kept = agent.invoke({"said": "Ann"}, thread("t"))["kvfork"]
+    tell(agent.checkpointer, "copy_thread", "t", "u")
+    tell(agent.checkpointer, "delete_thread", "t")
+    assert names(client) == {kept}
+    gone_on = agent.invoke({"said": "Bob"}, thread("u"))
+    assert ([words.split()[1] for words in gone_on["turns"]], gone_on["receipt"][1]) == (["Ann", "Bob"], 0)
+    tell(agent.checkpointer, "delete_thread", "u")
+    assert names(client) == set()
+
+
+def test_what_the_inner_saver_does_not_offer_is_told_and_costs_no_snapshot(client: Client, tell: Tell) -> None:
+    agent = graph(client, SnapshotSaver(InMemorySaver(), client))
+    kept = agent.invoke({"said": "Ann"}, thread("t", run_id="one"))["kvfork"]
+    for method, arguments in (("delete_for_runs", (["one"],)), ("prune", (["t"],)), ("copy_thread", ("t", "u"))):
+        with pytest.raises(NotImplementedError):
+            tell(agent.checkpointer, method, *arguments)
+    assert names(client) == {kept} and agent.get_state(thread("t")).values["kvfork"] == kept
+
+
 def test_every_step_gives_the_snapshot_more_time(client: Client) -> None:
     saver = SnapshotSaver(InMemorySaver(), client, ttl=3000)
     name = graph(client, saver).invoke({"said": "Ann"}, thread("t"))["kvfork"]
@@ -135,8 +201,8 @@ def test_every_step_gives_the_snapshot_more_time(client: Client) -> None:
     assert (longer - short).total_seconds() >= 2900
 
 
-def test_a_server_that_is_away_loses_no_checkpoint() -> None:
-    with Client("127.0.0.1:9", timeout=0.5, retry=False) as nobody:
+def loses_no_checkpoint(address: str) -> None:
+    with Client(address, timeout=0.5, retry=False) as nobody:
         saver = SnapshotSaver(InMemorySaver(), nobody)
         built = StateGraph(Talk).add_node("note", lambda state: {"kvfork": "snapshots/far-away"})
         agent = built.add_edge(START, "note").add_edge("note", END).compile(checkpointer=saver)
@@ -144,6 +210,15 @@ def test_a_server_that_is_away_loses_no_checkpoint() -> None:
         assert agent.get_state(thread("t")).values["kvfork"] == "snapshots/far-away"
         saver.delete_thread("t")
         assert saver.get_tuple(thread("t")) is None
+
+
+def test_a_server_that_is_away_loses_no_checkpoint() -> None:
+    loses_no_checkpoint("127.0.0.1:9")
+
+
+def test_a_server_that_hangs_loses_no_checkpoint() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, and says nothing on any of them
+        loses_no_checkpoint(f"127.0.0.1:{mute.getsockname()[1]}")
 
 
 def test_the_async_methods_do_the_same(client: Client) -> None:

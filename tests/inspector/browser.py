@@ -32,6 +32,14 @@ class Reply:
         return self.status, error["code"], error["reason"]
 
 
+class Refused(Exception):
+    """A stream that was not begun, and the answer in its place."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply)
+        self.reply = reply
+
+
 @dataclass
 class Page:
     """One open page: an address, and the token in its tab."""
@@ -48,12 +56,13 @@ class Page:
         return self.ask("POST", f"/api/{name}", json.dumps(message or {}).encode(), headers)
 
     def stream(self, name: str, message: object = None) -> Iterator[Any]:
-        """Messages as they come; leaving it closes the connection."""
+        """Messages as they come; leaving it closes the connection. Raises Refused."""
         connection = self._connection()
         try:
             self._send(connection, "POST", f"/api/{name}", json.dumps(message or {}).encode(), {})
             reply = connection.getresponse()
-            assert reply.status == 200, reply.read()
+            if reply.status != 200:
+                raise Refused(_whole(reply))
             for line in reply:
                 yield json.loads(line)
         finally:
@@ -63,8 +72,7 @@ class Page:
         connection = self._connection()
         try:
             self._send(connection, method, path, body, headers)
-            reply = connection.getresponse()
-            return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
+            return _whole(connection.getresponse())
         finally:
             connection.close()
 
@@ -90,3 +98,7 @@ class Page:
         if method == "POST":
             connection.putheader("content-length", str(len(body)))
         connection.endheaders(body)
+
+
+def _whole(reply: http.client.HTTPResponse) -> Reply:
+    return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())

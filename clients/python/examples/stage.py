@@ -64,6 +64,25 @@ def serving(model: str, *flags: str) -> Iterator[Server]:
         server.end()
 
 
+@contextmanager
+def gateway(address: str) -> Iterator[str]:
+    """An OpenAI-compatible gateway in front of a server, and its URL. Whatever model is asked for is the server's."""
+    with Client(address, timeout=300) as client:
+        model = client.model().name.removeprefix("models/")
+    command = [sys.executable, "-m", "service", "gateway", "--server", address, "--address", "127.0.0.1:0"]
+    process = subprocess.Popen([*command, "--alias", f"*={model}"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("listening on "):
+            raise SystemExit(f"error: the gateway did not start (exit code {process.wait()})")
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stdout.close()
+
+
 class Stage:
     """One performance: where its server is, what model it asked for, and the figures so far."""
 

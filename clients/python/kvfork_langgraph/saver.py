@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvfork_client import Client, SnapshotInUse, Unavailable
+from kvfork_client import Client, DeadlineExceeded, SnapshotInUse, Unavailable
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
     BaseCheckpointSaver,
@@ -24,14 +24,16 @@ from langgraph.checkpoint.base import (
 )
 
 METADATA = "kvfork_snapshot"  # under this key a checkpoint's metadata names its snapshot, so that it can be looked for
+AWAY = (Unavailable, DeadlineExceeded)  # nobody there, or somebody who does not answer within the client's `timeout`
 
 
 class SnapshotSaver(BaseCheckpointSaver[Any]):
     """Checkpoints stored by `inner`, with the snapshots they name kept alive on `client`'s server.
 
     channel: of the graph's state; holds a snapshot's name, or nothing. ttl: seconds a snapshot is kept on from each
-    time its checkpoint is stored or fetched; None: its own idle time again. The server being away fails no checkpoint.
-    The client is shared with the graph's nodes; the async methods call it in a thread.
+    time its checkpoint is stored or fetched; None: its own idle time again. The server being away fails no checkpoint;
+    one that hangs holds a step up for the client's `timeout`, for ever if it has none. The client is shared with the
+    graph's nodes; the async methods call it in a thread.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class SnapshotSaver(BaseCheckpointSaver[Any]):
             return False
         try:
             return bool(self._client.extend_snapshots([name], self._ttl).missing)
-        except Unavailable:  # whether it is there is not known; whoever uses it will be told
+        except AWAY:  # whether it is there is not known; whoever uses it will be told
             return False
 
     def _of_threads(self, thread_ids: Iterable[str]) -> Iterator[CheckpointTuple]:
@@ -192,5 +194,5 @@ class SnapshotSaver(BaseCheckpointSaver[Any]):
                 continue
             try:
                 self._client.delete_snapshot(name, allow_missing=True)
-            except (SnapshotInUse, Unavailable):  # its time to live ends it
+            except (SnapshotInUse, *AWAY):  # its time to live ends it
                 continue

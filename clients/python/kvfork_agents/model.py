@@ -1,0 +1,179 @@
+"""A model of the OpenAI Agents SDK whose answers are snapshots. Owns what is sent; the conversation is the session's.
+
+A session of the SDK holds a conversation's items, and every call sends them all. `SnapshotModel` names the state behind
+each answer in the answer's last item. A call then sends what is new, behind the last such item, however the session got
+there: by going on, by popping items, by branching from an earlier turn, or in another process.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agents import (
+    Handoff,
+    ItemHelpers,
+    ModelResponse,
+    ModelSettings,
+    ModelTracing,
+    OpenAIChatCompletionsModel,
+    Tool,
+    Usage,
+)
+from agents.agent_output import AgentOutputSchemaBase
+from agents.items import TResponseInputItem, TResponseStreamEvent
+from openai import APIStatusError, AsyncOpenAI
+from openai.types.responses import ResponseCompletedEvent
+from openai.types.responses.response_prompt_param import ResponsePromptParam
+
+from .conversation import MARK, Item, latest, marked
+
+_LABELS = {"kvfork-agents": "answer"}
+_CLOSES = {"role": "assistant", "content": ""}  # the answer's end, where a limit cut it: the turn is still open there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way of asking: `items` behind `parent`, or, without one, all of them."""
+
+    items: list[Any]
+    parent: str | None
+    saves: bool = True
+    name: str = field(default_factory=lambda: f"agents-{secrets.token_hex(12)}")  # chosen here, so a stream knows it
+
+    def otherwise(self, refused: APIStatusError, whole: list[Any]) -> Way:
+        """Another way after a refusal, which came before any work. Raises it where nothing of this module's is why."""
+        facts = refused.body.get("kvfork") if isinstance(refused.body, dict) else None
+        reason = facts.get("reason") if isinstance(facts, dict) else None
+        if reason == "SNAPSHOT_QUOTA" and self.saves:
+            return replace(self, saves=False)
+        if reason == "SNAPSHOT_ID_TAKEN" and self.saves:  # a repeated request whose first answer was lost
+            return Way(items=self.items, parent=self.parent)
+        if self.parent is None or refused.status_code not in (400, 404, 409):
+            raise refused
+        if reason == "TURN_OPEN" and self.items[:1] != [_CLOSES]:
+            return replace(self, items=[_CLOSES, *self.items])
+        # Gone, of another server or model, or nothing can be appended there: whatever else is wrong is told once more.
+        return replace(self, items=whole, parent=None)
+
+
+class SnapshotModel(OpenAIChatCompletionsModel):
+    """Chat completions of `kvfork gateway` that keep the state behind every answer.
+
+    ttl: seconds that a snapshot is kept without use; None: the server's default. durable: on the server's disk, beyond
+    its restarts. labels: of the snapshots. What a call is refused for is raised as by the SDK's own model; a snapshot
+    that is gone, or no room for another one, is no reason: the conversation is sent whole, the answer not kept.
+    A `kvfork` object of the settings' extra_body goes along; its `parent` is where a conversation begins.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        openai_client: AsyncOpenAI,
+        *,
+        ttl: float | None = None,
+        durable: bool = False,
+        labels: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """options: of `OpenAIChatCompletionsModel`."""
+        super().__init__(model, openai_client, **options)
+        self._save = {"ttl": ttl, "durable": durable, "labels": dict(_LABELS if labels is None else labels)}
+
+    async def get_response(
+        self,
+        system_instructions: str | None,
+        input: str | list[TResponseInputItem],
+        model_settings: ModelSettings,
+        tools: list[Tool],
+        output_schema: AgentOutputSchemaBase | None,
+        handoffs: list[Handoff],
+        tracing: ModelTracing,
+        previous_response_id: str | None = None,
+        conversation_id: str | None = None,
+        prompt: ResponsePromptParam | None = None,
+    ) -> ModelResponse:
+        rest = (tools, output_schema, handoffs, tracing, previous_response_id, conversation_id, prompt)
+        items: list[Any] = ItemHelpers.input_to_new_input_list(input)
+        setting = self._setting(system_instructions, model_settings, tools, handoffs)
+        way = _first(items, setting)
+        while True:
+            system, settings = (None if way.parent else system_instructions), self._asking(model_settings, way)
+            try:
+                response = await super().get_response(system, way.items, settings, *rest)
+            except APIStatusError as refused:
+                way = way.otherwise(refused, items)
+            else:
+                _mark(response.output, items, setting, way)
+                return response
+
+    async def stream_response(
+        self,
+        system_instructions: str | None,
+        input: str | list[TResponseInputItem],
+        model_settings: ModelSettings,
+        tools: list[Tool],
+        output_schema: AgentOutputSchemaBase | None,
+        handoffs: list[Handoff],
+        tracing: ModelTracing,
+        previous_response_id: str | None = None,
+        conversation_id: str | None = None,
+        prompt: ResponsePromptParam | None = None,
+    ) -> AsyncIterator[TResponseStreamEvent]:
+        rest = (tools, output_schema, handoffs, tracing, previous_response_id, conversation_id, prompt)
+        items: list[Any] = ItemHelpers.input_to_new_input_list(input)
+        setting = self._setting(system_instructions, model_settings, tools, handoffs)
+        way = _first(items, setting)
+        while True:
+            system, settings = (None if way.parent else system_instructions), self._asking(model_settings, way)
+            try:  # a status comes before the first event, or not at all
+                async for event in super().stream_response(system, way.items, settings, *rest):
+                    if isinstance(event, ResponseCompletedEvent):
+                        _mark(event.response.output, items, setting, way)
+                    yield event
+                return
+            except APIStatusError as refused:
+                way = way.otherwise(refused, items)
+
+    def _setting(self, system: str | None, settings: ModelSettings, tools: list[Tool], handoffs: list[Handoff]) -> Any:
+        """What the template is given besides the items."""
+        offered = [
+            (tool.name, getattr(tool, "description", ""), getattr(tool, "params_json_schema", "")) for tool in tools
+        ]
+        offered += [(one.tool_name, one.tool_description, one.input_json_schema) for one in handoffs]
+        body = _body(settings)
+        begun = body.get("kvfork", {}).get("parent"), body.get("chat_template_kwargs")
+        effort = settings.reasoning.effort if settings.reasoning is not None else None
+        return [str(self.model), system, offered, str(settings.tool_choice), begun, effort]
+
+    def _asking(self, settings: ModelSettings, way: Way) -> ModelSettings:
+        body = _body(settings)
+        own = dict(body.get("kvfork", {}))
+        if way.parent:
+            own["parent"] = way.parent
+        if way.saves:
+            own["save"] = {**self._save, "snapshot_id": way.name}
+        return replace(settings, extra_body={**body, "kvfork": own})
+
+
+def _first(items: list[Any], setting: Any) -> Way:
+    place = latest(items, setting)
+    if place is None or place.length == len(items):  # behind a snapshot there must be something to say
+        return Way(items=items, parent=None)
+    return Way(items=items[place.length :], parent=place.snapshot)
+
+
+def _body(settings: ModelSettings) -> dict[str, Any]:
+    return dict(settings.extra_body) if isinstance(settings.extra_body, Mapping) else {}
+
+
+def _mark(output: list[Any], items: list[Item], setting: Any, way: Way) -> None:
+    """Names the kept state in the answer's last item."""
+    if not output or not way.saves:
+        return
+    said = ModelResponse(output=output, usage=Usage(), response_id=None).to_input_items()
+    mark = marked([*items, *said], setting, f"snapshots/{way.name}")
+    last = output[-1]
+    last.provider_data = {**(getattr(last, "provider_data", None) or {}), MARK: mark}

@@ -1,0 +1,170 @@
+"""`SnapshotModel` in runs of the OpenAI Agents SDK, through a real gateway: what a session does, the state follows."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from kvfork_client import Client
+from toolchains import missing
+
+from tests.e2e.live import LiveServer
+from tests.gateway.live import LiveGateway
+
+if importlib.util.find_spec("agents") is None:
+    missing("NO TEST OF THE OPENAI AGENTS SDK: openai-agents is not installed (the dev extra has it)", module=True)
+
+from agents import Agent, ModelSettings, Runner, SQLiteSession, set_tracing_disabled
+from kvfork_agents import SnapshotModel, snapshots_of
+
+pytestmark = pytest.mark.mlx
+
+RULES = "The harbour of Meridian lies open to the west, and its lamp burns every night. " * 4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer("tiny-gemma3") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(server: LiveServer) -> Iterator[LiveGateway]:
+    with LiveGateway(server, "--alias", "*=tiny-gemma3") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[Client]:
+    with server.client() as one:
+        yield one
+        for left in list(one.list_snapshots()):
+            left.release()
+
+
+class Talk:
+    """An agent and its session; each question is a run with a connection of its own."""
+
+    def __init__(self, gateway: LiveGateway, *, streams: bool = False, rules: str = RULES, **options: Any) -> None:
+        set_tracing_disabled(True)
+        self._url, self._streams, self._rules, self._options = gateway.url, streams, rules, options
+        self.session = SQLiteSession("talk")
+
+    def ask(self, question: str, **settings: Any) -> tuple[int, int]:
+        """(cached tokens of the prompt, tokens of prompt and answer together)."""
+        return asyncio.run(self._ask(question, settings))
+
+    async def _ask(self, question: str, settings: dict[str, Any]) -> tuple[int, int]:
+        async with openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0) as connection:
+            agent = Agent(
+                name="keeper",
+                instructions=self._rules,
+                model=SnapshotModel("keeper", connection, **self._options),
+                model_settings=ModelSettings(temperature=0, max_tokens=6, include_usage=True, **settings),
+            )
+            if self._streams:
+                streamed = Runner.run_streamed(agent, question, session=self.session)
+                async for _ in streamed.stream_events():
+                    pass
+                usage = streamed.context_wrapper.usage
+            else:
+                usage = (await Runner.run(agent, question, session=self.session)).context_wrapper.usage
+        return usage.input_tokens_details.cached_tokens, usage.total_tokens
+
+    @property
+    def items(self) -> list[Any]:
+        return list(asyncio.run(self.session.get_items()))
+
+    def names(self) -> list[str]:
+        return snapshots_of(self.items)
+
+    def back(self, turns: int) -> None:
+        """A turn is a question and its answer."""
+        for _ in range(2 * turns):
+            asyncio.run(self.session.pop_item())
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_a_turn_goes_on_from_the_end_of_the_one_before(gateway: LiveGateway, client: Client, streams: bool) -> None:
+    talk = Talk(gateway, streams=streams)
+    first, second, third = (talk.ask(question) for question in ("Who is there?", "And now?", "And then?"))
+    assert (first[0], second[0], third[0]) == (0, first[1], second[1])
+    assert [client.get_snapshot(name).token_count for name in talk.names()] == [first[1], second[1], third[1]]
+
+
+def test_popped_turns_take_the_state_back_with_them(gateway: LiveGateway, client: Client) -> None:
+    talk = Talk(gateway)
+    reach = [talk.ask(f"Question {n}?")[1] for n in range(5)]
+    talk.back(4)
+    assert talk.ask("Another one?")[0] == reach[0]
+    talk.back(2)
+    assert talk.ask("From the start?")[0] == 0
+
+
+def test_a_conversation_that_reads_otherwise_is_sent_whole(gateway: LiveGateway, client: Client) -> None:
+    talk = Talk(gateway)
+    talk.ask("Who is there?")
+    kept = talk.items
+    other = Talk(gateway)
+    asyncio.run(other.session.add_items([{**kept[0], "content": "Who else is there?"}, *kept[1:]]))
+    told = Talk(gateway, rules="Be brief.")
+    asyncio.run(told.session.add_items(kept))
+    same = Talk(gateway)
+    asyncio.run(same.session.add_items(kept))
+    parents = []
+    for one in (other, told, same):
+        one.ask("And now?")
+        parents.append(client.get_snapshot(one.names()[-1]).info.parent)
+    assert talk.names()[0] not in parents[:2] and parents[2] == talk.names()[0]
+
+
+def test_a_snapshot_that_is_gone_costs_its_computing_and_no_answer(gateway: LiveGateway, client: Client) -> None:
+    talk = Talk(gateway)
+    _, reach = talk.ask("Who is there?")
+    client.delete_snapshot(talk.names()[0])
+    cached, further = talk.ask("And now?")
+    assert cached < reach
+    assert client.get_snapshot(talk.names()[-1]).token_count == further
+    assert talk.ask("And then?")[0] == further
+
+
+def test_a_name_that_a_lost_answer_took_is_not_taken_again(
+    gateway: LiveGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk, drawn = Talk(gateway), iter(["one", "one", "two"])
+    monkeypatch.setattr(secrets, "token_hex", lambda _length=None: next(drawn))
+    _, reach = talk.ask("Who is there?")
+    assert talk.ask("And now?")[0] == reach
+    assert talk.names() == ["snapshots/agents-one", "snapshots/agents-two"]
+
+
+def test_what_is_kept_is_as_it_was_asked_for(gateway: LiveGateway, client: Client) -> None:
+    talk = Talk(gateway, ttl=900, labels={"topic": "harbour"})
+    talk.ask("Who is there?", extra_body={"kvfork": {"priority": 3}})
+    info = client.get_snapshot(talk.names()[0]).info
+    assert info.labels == {"topic": "harbour"} and info.expire_time is not None
+    assert (info.expire_time - info.create_time).total_seconds() == pytest.approx(900, abs=60)
+
+
+def test_a_refusal_of_another_kind_is_the_callers(gateway: LiveGateway) -> None:
+    talk = Talk(gateway)
+    talk.ask("Who is there?")
+    with pytest.raises(openai.BadRequestError) as refused:
+        talk.ask("And now?", extra_args={"audio": {}})
+    assert refused.value.param == "audio"
+
+
+def test_where_no_more_is_kept_answers_come_all_the_same() -> None:
+    with (
+        LiveServer("tiny-gemma3", "--max-snapshots", "1") as full,
+        LiveGateway(full, "--alias", "*=tiny-gemma3") as gateway,
+    ):
+        talk = Talk(gateway)
+        _, reach = talk.ask("Who is there?")
+        assert talk.ask("And now?")[0] == reach
+        assert len(talk.names()) == 1
