@@ -67,10 +67,11 @@ class Core:
     ) -> None:
         """`load` runs on the engine thread; it raises with a text that says what is wrong with the model.
 
-        `store`: the durable store that `load` uses, which gives the instance a name that outlives the process.
+        `store`: the durable store that `load` uses, which gives the instance a name that outlives the process unless
+        the settings give it one.
         """
         model = ModelView(name=f"models/{model_name}", state=ModelState.LOADING)
-        instance = f"kvfork-{store.instance if store else secrets.token_hex(8)}"
+        instance = config.instance or f"kvfork-{store.instance if store else secrets.token_hex(8)}"
         self._rt = Runtime(config, model, instance=instance, tracer=tracer or NoTracer())
         self.meter = self._rt.meter
         self.observer = Calls(self._rt.meter, self._rt.tracer)

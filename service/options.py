@@ -153,6 +153,14 @@ OPTIONS = (
     ),
     Option("model", str, "NAME|FOLDER", "a name from `kvfork models list`, or a folder with an MLX model"),
     Option(
+        "instance",
+        str,
+        "NAME",
+        "what this server is called among replicas: its snapshots carry the name, a proxy routes by it, and calls for "
+        "another instance are refused; no two may have the same, and a restart on the same store has to keep it "
+        "(default: the durable store's own, else one of this process)",
+    ),
+    Option(
         "max_batch",
         parse_count,
         "N",
