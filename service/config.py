@@ -108,8 +108,8 @@ class Config:
             raise ConfigError("model: must be a name or a folder")
         if self.instance and not _INSTANCE.fullmatch(self.instance):
             raise ConfigError(
-                "instance: must be 1 to 63 ASCII letters, digits, dots, dashes and underscores, and begin with a letter "
-                f'or a digit, is "{self.instance}"'
+                "instance: must be 1 to 63 ASCII letters, digits, dots, dashes and underscores, and begin with one of "
+                f'the first two, is "{self.instance}"'
             )
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:

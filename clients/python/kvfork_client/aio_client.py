@@ -9,6 +9,7 @@ from typing import Self, Unpack
 from . import calls
 from .asynchronous import AsyncGeneration, AsyncSnapshot, created
 from .connection import AsyncConnection
+from .encode import instance_of
 from .endpoint import Tls, endpoint
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
@@ -60,6 +61,17 @@ class AsyncClient:
         made._connection = self._connection.in_name_of(token)
         return made
 
+    def routed(self, *, instance: str | None = None, session: str | None = None) -> AsyncClient:
+        """A client over this one's connection whose calls a proxy in front of several servers sends to one of them.
+
+        instance: that server, for every call that names no handle of another one: a name from elsewhere, listings,
+        watches, server info. session: whichever server, but the same for all calls that say the same. Empty: no wish.
+        A handle that came from a server goes there by itself. Closing does nothing, as with `with_token`.
+        """
+        made = object.__new__(AsyncClient)
+        made._connection = self._connection.routed(instance, session)
+        return made
+
     def generate(
         self,
         input: InputLike | None = None,
@@ -74,7 +86,9 @@ class AsyncClient:
         """
         request = generate_request(input, parent, **options)
         source = parent if isinstance(parent, AsyncSnapshot) else None
-        return AsyncGeneration(self._connection, request.SerializeToString(), timeout, source=source)
+        return AsyncGeneration(
+            self._connection, request.SerializeToString(), timeout, source=source, instance=instance_of(parent)
+        )
 
     async def create_snapshot(
         self,
