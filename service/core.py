@@ -1,8 +1,8 @@
 """The service behind gRPC: builds what serves calls, brackets its life, and tells about the process.
 
 Implements `core_api.Inference`; `Generations`, `Derivations` and `Directory` do the work. The model is loaded on the
-engine thread, which owns every MLX object; until then inference calls are refused with MODEL_LOADING, and there are no
-snapshots yet.
+engine thread, which owns every MLX object; until then inference calls are refused with MODEL_LOADING. There are no
+snapshots yet: calls about names find none, or are refused in the same way where a durable store may hold some.
 """
 
 from __future__ import annotations
