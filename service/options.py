@@ -40,7 +40,7 @@ FILE_VARIABLE = "KVFORK_CONFIG"
 SECRET = frozenset({"key_command", "token_command"})
 
 # Read elsewhere: the first two by the model commands, the others by the commands that talk to a server (which read the
-# address as well).
+# address and the instance as well).
 FOREIGN_VARIABLES = frozenset(
     {
         "KVFORK_CACHE_DIR",

@@ -10,7 +10,7 @@ from . import calls
 from .blocking import Generation, Snapshot, created
 from .connection import Connection
 from .encode import instance_of
-from .endpoint import Tls, endpoint
+from .endpoint import Tls, endpoint, routed
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
 from .values import CacheStats, Extended, HealthStatus, ModelInfo, Plan, ServerInfo, SnapshotInfo, TokenCount
@@ -23,6 +23,7 @@ class Client:
 
     token: sent as a bearer token. tls: True or a `Tls`; by default plaintext. timeout: seconds for calls that give none
     of their own. retry: repeat calls that found the server unavailable, up to 4 times, before any reply began.
+    instance: the one that a proxy in front of several servers is to send calls to; see `routed`.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Client:
         tls: Tls | bool | None = None,
         timeout: float | None = None,
         retry: bool = True,
+        instance: str = "",
     ) -> None:
-        self._connection = Connection(endpoint(target, token=token, tls=tls, retry=retry), timeout)
+        where = endpoint(target, token=token, tls=tls, retry=retry)
+        self._connection = Connection(routed(where, instance=instance, session=None), timeout)
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from .completion import Completion, Stream
 from .conversations import Bounds, Place
 from .errors import Refused
 from .fields import refuse, unsupported
-from .keeping import Caller, Keeper, Prompt, Start
+from .keeping import Caller, Held, Keeper, Prompt, Start
 from .messages import as_messages, images_of
 from .request import ChatRequest
 from .tools import Spellings
@@ -66,10 +66,15 @@ class Completions:
         if request.n > 1 and save is not None and save.snapshot_id:
             refuse("kvfork.save.snapshot_id", "names one snapshot; leave it out where n is above 1")
         prompt = await self._prompt(request, model, caller)
+        away = False  # the server that holds the place; another one may be there, and computes the prompt anew
         while True:
-            place = self._keeper.find(prompt, model, caller)
+            place = None if away else self._keeper.find(prompt, model, caller)
             try:
                 return await self._begin(request, model, caller, prompt, place)
+            except kv.Unavailable:
+                if place is None:
+                    raise
+                away = True
             except _LOST:
                 if place is None:
                     raise
@@ -117,9 +122,10 @@ class Completions:
         return len(ids) - len(opening) or len(ids)
 
     async def _begin(
-        self, request: ChatRequest, model: kv.ModelInfo, caller: Caller, prompt: Prompt, place: Place | None
+        self, request: ChatRequest, model: kv.ModelInfo, caller: Caller, prompt: Prompt, place: Place[Held] | None
     ) -> Completion:
-        start = Start(parent=request.extension.parent or None, given=prompt.input)
+        given = request.extension
+        start = Start(parent=Held(given.parent, given.instance) if given.parent else None, given=prompt.input)
         if place is not None:
             start = await self._keeper.stand_at(place, prompt, caller)
         keeps = prompt.ids is not None and request.extension.save is None
@@ -131,7 +137,7 @@ class Completions:
             shared = await caller.client.create_snapshot(
                 start.given, start.parent, model=model.name, marks=marks, options=own
             )
-            start = replace(start, parent=shared, given=None, passing=(*start.passing, shared.name))
+            start = replace(start, parent=shared, given=None, passing=(*start.passing, Held.of(shared)))
 
         def ended(completion: Completion) -> None:
             if keeps:

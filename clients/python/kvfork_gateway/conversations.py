@@ -17,6 +17,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 C = TypeVar("C", bound=Hashable)
+N = TypeVar("N", bound=Hashable)
 
 GRID = 256  # tokens between places that the server keeps on its own
 _ENTRY_BYTES = 1024  # of an entry besides its answer, about
@@ -33,8 +34,8 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; "" for none.
+class Kept(Generic[N]):
+    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; None for none.
 
     The answer begins where the turns end: what the template writes to open it belongs to it, since a later rendering
     may open it otherwise.
@@ -45,8 +46,8 @@ class Kept:
     prompt_tokens: int
     prompt_digest: bytes
     answer: array[int]
-    prompt: str
-    end: str
+    prompt: N | None
+    end: N | None
     follows: int | None = None  # the entry that this one went on from
 
     @property
@@ -55,24 +56,24 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Generic[N]):
     """Where to go on: behind `tokens` tokens of `snapshot`, to be rolled back to first if `cut`.
 
     `prompt` is the place to fall back to if the cut cannot be made.
     """
 
     entry: int
-    snapshot: str
+    snapshot: N
     tokens: int
     cut: bool = False
-    prompt: str = ""
+    prompt: N | None = None
     prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
-class _Entry(Generic[C]):
+class _Entry(Generic[C, N]):
     caller: C
-    kept: Kept
+    kept: Kept[N]
     expires: float
 
 
@@ -82,13 +83,16 @@ class _Caller:
     by_prompt: dict[tuple[str, bytes], set[int]] = field(default_factory=dict)
 
 
-class Conversations(Generic[C]):
-    """For one thread. Times are seconds of one monotonic clock; sizes are estimates."""
+class Conversations(Generic[C, N]):
+    """Of callers C and what they call snapshots, N. For one thread.
+
+    Times are seconds of one monotonic clock; sizes are estimates.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._ids = count(1)
-        self._entries: OrderedDict[int, _Entry[C]] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[int, _Entry[C, N]] = OrderedDict()  # least recently used first
         self._callers: dict[C, _Caller] = {}
         self._bytes = 0
 
@@ -97,7 +101,7 @@ class Conversations(Generic[C]):
 
     def find(
         self, caller: C, model: str, ids: Sequence[int], images: Sequence[bytes], *, trimmable: bool, now: float
-    ) -> Place | None:
+    ) -> Place[N] | None:
         """The place furthest on in `ids` before their last, all of `images` behind it. Counts as use.
 
         `trimmable`: the model's state can be cut at any token; else only on the grid and where it was kept.
@@ -107,7 +111,7 @@ class Conversations(Generic[C]):
         if known is None or len(ids) < 2:
             return None
         tokens = array("I", ids)
-        best: Place | None = None
+        best: Place[N] | None = None
         for entry_id in self._with_prompt_of(known, model, tokens):
             kept = self._entries[entry_id].kept
             # An image further on would have to be sent as ids, which stand for no picture.
@@ -122,7 +126,7 @@ class Conversations(Generic[C]):
             self._entries.move_to_end(best.entry)
         return best
 
-    def add(self, caller: C, kept: Kept, now: float) -> list[tuple[C, str]]:
+    def add(self, caller: C, kept: Kept[N], now: float) -> list[tuple[C, N]]:
         """Remembers an answer. Returns the snapshots that nothing here needs any more, and whose they are."""
         self._forget_expired(now)
         gone: list[int] = []
@@ -140,11 +144,11 @@ class Conversations(Generic[C]):
         freed = self._remove(gone)
         return freed + self._shrink(caller)
 
-    def drop(self, entry_id: int) -> list[tuple[C, str]]:
+    def drop(self, entry_id: int) -> list[tuple[C, N]]:
         """Forgets an entry whose snapshot is of no use. Returns what is to be let go of."""
         return self._remove([entry_id])
 
-    def clear(self) -> list[tuple[C, str]]:
+    def clear(self) -> list[tuple[C, N]]:
         """Forgets everything. Returns what is to be let go of."""
         return self._remove(list(self._entries))
 
@@ -173,7 +177,7 @@ class Conversations(Generic[C]):
         branches = [i for i in known.entries if self._entries[i].kept.follows == outgrown]
         return [outgrown] if branches == [before] else []
 
-    def _shrink(self, caller: C) -> list[tuple[C, str]]:
+    def _shrink(self, caller: C) -> list[tuple[C, N]]:
         """Down to the bounds; the newest entry stays."""
         gone: list[int] = []
         mine = self._callers[caller].entries
@@ -196,8 +200,8 @@ class Conversations(Generic[C]):
             expired.append(entry_id)
         self._remove(expired)
 
-    def _remove(self, gone: Iterable[int]) -> list[tuple[C, str]]:
-        freed: list[tuple[C, str]] = []
+    def _remove(self, gone: Iterable[int]) -> list[tuple[C, N]]:
+        freed: list[tuple[C, N]] = []
         for entry_id in gone:
             entry = self._entries.pop(entry_id, None)
             if entry is None:
@@ -209,12 +213,16 @@ class Conversations(Generic[C]):
             same.discard(entry_id)
             if not same:
                 del known.by_prompt[kept.model, kept.prompt_digest]
-            freed += [(entry.caller, name) for name in (kept.end, kept.prompt) if name and not self._used(same, name)]
+            freed += [
+                (entry.caller, name)
+                for name in (kept.end, kept.prompt)
+                if name is not None and not self._used(same, name)
+            ]
             if not known.entries:
                 del self._callers[entry.caller]
         return freed
 
-    def _used(self, entries: Iterable[int], name: str) -> bool:
+    def _used(self, entries: Iterable[int], name: N) -> bool:
         """Several answers of one call share the snapshot of their prompt."""
         return any(name in (self._entries[i].kept.prompt, self._entries[i].kept.end) for i in entries)
 
@@ -224,26 +232,26 @@ def digest(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(memoryview(array("I", ids))).digest()
 
 
-def _rank(place: Place) -> tuple[int, bool, int]:
+def _rank(place: Place[N]) -> tuple[int, bool, int]:
     return place.tokens, not place.cut, place.entry
 
 
-def _place(entry: int, kept: Kept, tokens: array[int], *, trimmable: bool) -> Place | None:
+def _place(entry: int, kept: Kept[N], tokens: array[int], *, trimmable: bool) -> Place[N] | None:
     """How far on `kept` reaches in `tokens`, its prompt being known to be their beginning."""
     start = kept.prompt_tokens
     last = len(tokens) - 1  # a generation has to be given something to go on with
     same = _shared(kept.answer, tokens[start : start + len(kept.answer)])
     end = start + len(kept.answer)
-    if kept.end and same == len(kept.answer) and end <= last:
+    if kept.end is not None and same == len(kept.answer) and end <= last:
         return Place(entry=entry, snapshot=kept.end, tokens=end)
     cut = min(start + same, last)
     if not trimmable:
         cut -= cut % GRID
-    if kept.end and cut > start:
+    if kept.end is not None and cut > start:
         return Place(
             entry=entry, snapshot=kept.end, tokens=cut, cut=True, prompt=kept.prompt, prompt_tokens=kept.prompt_tokens
         )
-    return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt else None
+    return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt is not None else None
 
 
 def _shared(one: array[int], other: array[int]) -> int:
