@@ -1,4 +1,4 @@
-"""Two replicas behind Envoy, one killed and started again under a thousand calls; and one that is drained.
+"""Two replicas behind Envoy: one killed and started again under a thousand calls, one drained, and a gateway in front.
 
 Both hold a durable snapshot of the same name with another content each, so that a call that went astray would show.
 """
@@ -36,6 +36,7 @@ from kvfork_client.values import FinishReason
 from tests.e2e import proxy
 from tests.e2e.live import PATIENCE, LiveServer, prompt_of, until
 from tests.e2e.proxy import Envoy
+from tests.gateway.live import LiveGateway
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -227,8 +228,12 @@ def test_a_thousand_calls_through_a_killed_replica_end_well_or_may_be_made_again
             until(lambda: condition() or any(one.done() for one in agents), what=what, patience=120)
 
         wait_for(lambda: tally.results() >= BEFORE, "calls before the kill")
+        under_way = client.routed(instance="a").generate("Once upon", stopping=stopping(100_000)).events()
+        assert isinstance(next(under_way), Started)
         killed = len(tally.ended)
         replicas.kill("a")
+        with pytest.raises(Unavailable):
+            list(under_way)
         wait_for(lambda: tally.results("b", killed) >= DURING, "calls while a replica is away")
         wait_for(lambda: any(one.asked == "a" and one.error for one in tally.ended[killed:]), "calls that miss it")
         replicas.start("a")
@@ -306,3 +311,30 @@ def test_a_drained_replica_delivers_what_runs_and_no_call_without_a_handle_notic
             over.set()
         for asker in askers:
             asker.result(PATIENCE)
+
+
+def test_a_gateway_goes_on_where_its_conversation_is_and_elsewhere_when_that_replica_is_away(
+    replicas: Replicas, envoy: Envoy
+) -> None:
+    with LiveGateway(envoy, "--alias", "*=tiny-gemma3") as gateway, gateway.client() as openai:
+        messages: list[Any] = []
+
+        def said(text: str) -> tuple[str, int]:
+            """The instance that answers one more message, and how many tokens of the prompt it had."""
+            messages.append({"role": "user", "content": text})
+            answer = openai.chat.completions.create(
+                model="any", messages=messages, max_completion_tokens=8, temperature=0
+            )
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            return answer.kvfork["instance"], answer.usage.prompt_tokens_details.cached_tokens
+
+        home, before = said("Where are you?")
+        for number in range(6):
+            instance, reused = said(f"And now, {number}?")
+            assert (instance, reused > before) == (home, True), (instance, reused, before)
+            before = reused
+        replicas.kill(home)
+        moved, reused = said("Are you still there?")
+        assert (moved != home, reused) == (True, 0)
+        instance, reused = said("And to stay?")
+        assert (instance, reused > before) == (moved, True)
