@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import tempfile
 import urllib.request
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import yaml
 
 from tests.e2e.live import PATIENCE, ROOT, until
 
+GUIDE = ROOT / "docs" / "replicas.md"
 SHOWN = ROOT / "docs" / "replicas" / "envoy.yaml"
 ADMIN = '{"admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}}}'
 
@@ -44,19 +47,37 @@ def configuration(replicas: Sequence[str]) -> str:
     return text
 
 
-class Envoy:
-    """A running Envoy. `address` is where clients go."""
+def secured(text: str) -> str:
+    """The same with the guide's transport sockets: TLS towards callers and towards replicas."""
+    towards_callers, towards_replicas = map(
+        yaml.safe_load, re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    )
+    made = yaml.safe_load(text)
+    for listener in made["static_resources"]["listeners"]:
+        for chain in listener["filter_chains"]:
+            chain |= towards_callers
+    for cluster in made["static_resources"]["clusters"]:
+        cluster |= towards_replicas
+    return json.dumps(made)
 
-    def __init__(self, replicas: Sequence[str]) -> None:
+
+class Envoy:
+    """A running Envoy. `address` is where clients go.
+
+    `certificates`: with TLS on both sides, by the files that the guide names, in this folder.
+    """
+
+    def __init__(self, replicas: Sequence[str], *, certificates: Path | None = None) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="kvfork-envoy-")
         home = Path(self._home.name)
-        (home / "envoy.yaml").write_text(configuration(replicas))
+        text = configuration(replicas)
+        (home / "envoy.yaml").write_text(text if certificates is None else secured(text))
         where = home / "admin"
         self.log = home / "stderr"
         command = [program(), "-c", home / "envoy.yaml", "--config-yaml", ADMIN, "--admin-address-path", where]
         command += ["--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+            self.process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, cwd=certificates)
         try:
             until(lambda: self._ended() or (where.exists() and where.read_text()), what="Envoy to start")
             self._admin = where.read_text()

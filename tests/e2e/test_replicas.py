@@ -6,6 +6,9 @@ Both hold a durable snapshot of the same name with another content each, so that
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -28,13 +31,17 @@ from kvfork_client import (
     SnapshotNotDurable,
     Started,
     Stopping,
+    Tls,
+    TokenMissing,
     Unavailable,
     tokens,
 )
 from kvfork_client.values import FinishReason
 
+from service.auth.tokens import new_token
+from tests.certificates import Authority
 from tests.e2e import proxy
-from tests.e2e.live import PATIENCE, LiveServer, prompt_of, until
+from tests.e2e.live import PATIENCE, ROOT, LiveServer, prompt_of, until
 from tests.e2e.proxy import Envoy
 from tests.gateway.live import LiveGateway
 
@@ -61,10 +68,10 @@ class Replicas:
         self._running: dict[str, LiveServer] = {}
         self._addresses: dict[str, str] = {}
 
-    def start(self, name: str) -> LiveServer:
+    def start(self, name: str, *more: str, wait: bool = True) -> LiveServer:
         where = self._addresses.get(name, "127.0.0.1:0")
-        flags = ("--address", where, "--instance", name, "--store-dir", str(self._folder / name))
-        server = self._running[name] = LiveServer("tiny-gemma3", *flags)
+        flags = ("--address", where, "--instance", name, "--store-dir", str(self._folder / name), *more)
+        server = self._running[name] = LiveServer("tiny-gemma3", *flags, wait=wait)
         self._addresses[name] = server.address
         return server
 
@@ -311,6 +318,52 @@ def test_a_drained_replica_delivers_what_runs_and_no_call_without_a_handle_notic
             over.set()
         for asker in askers:
             asker.result(PATIENCE)
+
+
+def test_calls_go_to_the_instance_or_the_session_that_they_name(replicas: Replicas, envoy: Envoy) -> None:
+    with Client(envoy.address, timeout=PATIENCE, retry=False) as client:
+
+        def answering(client: Client) -> set[str]:
+            return {client.server_info().instance for _ in range(8)}
+
+        assert answering(client) == {"a", "b"}
+        assert [answering(client.routed(instance=name)) for name in ("a", "b")] == [{"a"}, {"b"}]
+        sessions = [answering(client.routed(session=f"task {number}")) for number in range(20)]
+        assert {len(each) for each in sessions} == {1} and set().union(*sessions) == {"a", "b"}
+        assert answering(client.routed(session="task 1", instance="a")) == {"a"}
+        with pytest.raises(Unavailable):
+            client.routed(instance="c").server_info()
+
+        made = client.routed(instance="a").create_snapshot("only here")
+        for name, there in (("a", [made.name]), ("b", [])):
+            asked = [sys.executable, "-m", "service", "snapshots", "list", "--json", "--address", envoy.address]
+            listed = subprocess.run([*asked, "--instance", name], capture_output=True, text=True, cwd=ROOT, check=True)
+            assert [json.loads(line)["snapshot"]["name"] for line in listed.stdout.splitlines()] == there
+
+
+def test_with_tls_on_both_sides_a_token_says_who_calls(tmp_path: Path) -> None:
+    proxy.program()
+    authority = Authority()
+    certificate, key = authority.server().write(tmp_path, "cert")
+    key.rename(tmp_path / "key.pem")
+    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    token, line = new_token("alice")
+    tokens_file = tmp_path / "tokens"
+    tokens_file.touch(mode=0o600)
+    tokens_file.write_text(f"{line}\n")
+    replicas = Replicas(tmp_path)
+    with ExitStack() as stack:
+        stack.callback(replicas.close)
+        for name in ("a", "b"):
+            tls = ("--tls-cert", str(certificate), "--tls-key", str(tmp_path / "key.pem"))
+            replicas.start(name, *tls, "--tokens", str(tokens_file), wait=False)
+        envoy = stack.enter_context(Envoy(replicas.addresses, certificates=tmp_path))
+        until(lambda: len(envoy.healthy()) == 2, what="both replicas to be called healthy")
+        with Client(envoy.address, token=token, tls=Tls(ca=tmp_path / "ca.pem"), timeout=PATIENCE) as client:
+            made = [client.routed(instance=name).create_snapshot("mine") for name in ("a", "b")]
+            assert [one.refresh().instance for one in made] == ["a", "b"]
+            with pytest.raises(TokenMissing):
+                client.with_token(None).get_snapshot(made[0])
 
 
 def test_a_gateway_goes_on_where_its_conversation_is_and_elsewhere_when_that_replica_is_away(
