@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
-from contract_peer import Peer
+from contract_peer import Peer, refuse
 from flavours import Flavour
-from kvfork_client import Internal, Unavailable
+from kvfork_client import Internal, Unavailable, WrongInstance
 from kvfork_client.status import from_status
 
 INSTANCE, SESSION = "x-kvfork-instance", "x-kvfork-session"
@@ -85,6 +85,14 @@ def test_handles_of_several_instances_are_extended_each_at_home(peer: Peer, flav
     assert asked(peer, 1) == [("ExtendSnapshots", None), ("ExtendSnapshots", "peer")]
     assert extended.missing == ("snapshots/lost-one", "snapshots/lost-two")
     assert [info.name for info in extended.snapshots] == [handle.name] * 2
+
+
+def test_leaving_the_block_of_a_handle_whose_server_was_replaced_is_no_error(peer: Peer, flavour: Flavour) -> None:
+    handle = flavour.do(flavour.client(peer.address).create_snapshot, "abc")
+    peer.scripts["DeleteSnapshot"] = lambda request, context: refuse(context, "FAILED_PRECONDITION", "WRONG_INSTANCE")
+    flavour.do(handle.__aexit__ if flavour.runner else handle.__exit__, None, None, None)
+    with pytest.raises(WrongInstance):
+        flavour.do(handle.release)
 
 
 @pytest.mark.parametrize("route", [{"instance": "a\n"}, {"instance": " a"}, {"session": "päss"}])
