@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from kvfork_gateway.conversations import GRID, Bounds, Conversations, Kept, Place, digest
@@ -96,10 +97,18 @@ def test_an_answer_given_again_replaces_the_first(table: Conversations[str, str]
 def test_choices_of_one_prompt_share_its_snapshot_until_the_last_goes() -> None:
     table: Conversations[str, str] = Conversations(Bounds())
     for end in ("x", "y"):
-        entry = kept(PROMPT, [ord(end)], end)
-        table.add("a", Kept(**{**{f: getattr(entry, f) for f in entry.__slots__}, "prompt": "shared"}), 0.0)
+        table.add("a", replace(kept(PROMPT, [ord(end)], end), prompt="shared"), 0.0)
     assert table.drop(1) == [("a", "x-end")]
     assert sorted(table.drop(2)) == [("a", "shared"), ("a", "y-end")]
+
+
+def test_one_answers_end_that_is_anothers_prompt_stays_as_long_as_either() -> None:
+    table: Conversations[str, str] = Conversations(Bounds())
+    table.add("a", kept(PROMPT, ANSWER, "one"), 0.0)
+    table.add("a", replace(kept([*PROMPT, *ANSWER], [7], "two", follows=1), prompt="one-end"), 0.0)
+    assert table.drop(1) == [("a", "one-prompt")]
+    assert find(table, [*PROMPT, *ANSWER, 8]) == Place(entry=2, snapshot="one-end", tokens=60)
+    assert sorted(table.drop(2)) == [("a", "one-end"), ("a", "two-end")]
 
 
 def test_a_line_keeps_its_last_two_answers_and_a_branch_its_stem() -> None:

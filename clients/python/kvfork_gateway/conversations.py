@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -51,6 +51,11 @@ class Kept(Generic[N]):
     follows: int | None = None  # the entry that this one went on from
 
     @property
+    def snapshots(self) -> tuple[N, ...]:
+        """The names that there are."""
+        return tuple(name for name in (self.end, self.prompt) if name is not None)
+
+    @property
     def size(self) -> int:
         return _ENTRY_BYTES + len(self.answer) * self.answer.itemsize
 
@@ -69,6 +74,15 @@ class Place(Generic[N]):
     prompt: N | None = None
     prompt_tokens: int = 0
 
+    @property
+    def uncut(self) -> Place[N] | None:
+        """Where to go on if nothing is to be made for it."""
+        if not self.cut:
+            return self
+        if self.prompt is None:
+            return None
+        return Place(entry=self.entry, snapshot=self.prompt, tokens=self.prompt_tokens)
+
 
 @dataclass(slots=True)
 class _Entry(Generic[C, N]):
@@ -78,9 +92,10 @@ class _Entry(Generic[C, N]):
 
 
 @dataclass(slots=True)
-class _Caller:
+class _Caller(Generic[N]):
     entries: set[int] = field(default_factory=set)
     by_prompt: dict[tuple[str, bytes], set[int]] = field(default_factory=dict)
+    uses: Counter[N] = field(default_factory=Counter)  # of each snapshot, by entries
 
 
 class Conversations(Generic[C, N]):
@@ -90,10 +105,11 @@ class Conversations(Generic[C, N]):
     """
 
     def __init__(self, bounds: Bounds) -> None:
+        self.ttl = bounds.ttl  # may be set shorter
         self._bounds = bounds
         self._ids = count(1)
         self._entries: OrderedDict[int, _Entry[C, N]] = OrderedDict()  # least recently used first
-        self._callers: dict[C, _Caller] = {}
+        self._callers: dict[C, _Caller[N]] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -122,7 +138,7 @@ class Conversations(Generic[C, N]):
             if place is not None and (best is None or _rank(place) > _rank(best)):
                 best = place
         if best is not None:
-            self._entries[best.entry].expires = now + self._bounds.ttl
+            self._entries[best.entry].expires = now + self.ttl
             self._entries.move_to_end(best.entry)
         return best
 
@@ -136,8 +152,9 @@ class Conversations(Generic[C, N]):
             if other.images == kept.images and other.answer == kept.answer[: len(other.answer)]:
                 gone.append(other_id)  # the same again, or the beginning of it
         entry_id = next(self._ids)
-        self._entries[entry_id] = _Entry(caller, kept, now + self._bounds.ttl)
+        self._entries[entry_id] = _Entry(caller, kept, now + self.ttl)
         known.entries.add(entry_id)
+        known.uses.update(kept.snapshots)
         known.by_prompt.setdefault((kept.model, kept.prompt_digest), set()).add(entry_id)
         self._bytes += kept.size
         gone += self._outgrown(known, entry_id)
@@ -152,7 +169,7 @@ class Conversations(Generic[C, N]):
         """Forgets everything. Returns what is to be let go of."""
         return self._remove(list(self._entries))
 
-    def _with_prompt_of(self, known: _Caller, model: str, tokens: array[int]) -> list[int]:
+    def _with_prompt_of(self, known: _Caller[N], model: str, tokens: array[int]) -> list[int]:
         """Entries whose prompt `tokens` begin with, whatever follows."""
         lengths = sorted({self._entries[i].kept.prompt_tokens for i in known.entries})
         hashed, done = hashlib.sha256(), 0
@@ -166,7 +183,7 @@ class Conversations(Generic[C, N]):
             found += sorted(known.by_prompt.get((model, hashed.digest()), ()))
         return found
 
-    def _outgrown(self, known: _Caller, entry_id: int) -> list[int]:
+    def _outgrown(self, known: _Caller[N], entry_id: int) -> list[int]:
         """The answer before the one that this follows, unless another line goes on from it."""
         before = self._entries[entry_id].kept.follows
         if before is None or before not in known.entries:
@@ -192,7 +209,10 @@ class Conversations(Generic[C, N]):
         return freed
 
     def _forget_expired(self, now: float) -> None:
-        """Their snapshots expire by themselves: a use here is a use there, and the times are the same."""
+        """Their snapshots expire by themselves: what is used here is used there, and lives as long from then.
+
+        An entry's other snapshot may be over before its entry; whoever comes to that one is told, and drops the entry.
+        """
         expired = []
         for entry_id, entry in self._entries.items():
             if entry.expires > now:
@@ -213,23 +233,27 @@ class Conversations(Generic[C, N]):
             same.discard(entry_id)
             if not same:
                 del known.by_prompt[kept.model, kept.prompt_digest]
-            freed += [
-                (entry.caller, name)
-                for name in (kept.end, kept.prompt)
-                if name is not None and not self._used(same, name)
-            ]
+            # Choices of one call share the snapshot of their prompt, and one answer's end can be another's prompt.
+            for name in kept.snapshots:
+                known.uses[name] -= 1
+                if not known.uses[name]:
+                    del known.uses[name]
+                    freed.append((entry.caller, name))
             if not known.entries:
                 del self._callers[entry.caller]
         return freed
-
-    def _used(self, entries: Iterable[int], name: N) -> bool:
-        """Several answers of one call share the snapshot of their prompt."""
-        return any(name in (self._entries[i].kept.prompt, self._entries[i].kept.end) for i in entries)
 
 
 def digest(ids: Sequence[int]) -> bytes:
     """Of a token sequence."""
     return hashlib.sha256(memoryview(array("I", ids))).digest()
+
+
+def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many both begin with."""
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _rank(place: Place[N]) -> tuple[int, bool, int]:
@@ -240,7 +264,7 @@ def _place(entry: int, kept: Kept[N], tokens: array[int], *, trimmable: bool) ->
     """How far on `kept` reaches in `tokens`, its prompt being known to be their beginning."""
     start = kept.prompt_tokens
     last = len(tokens) - 1  # a generation has to be given something to go on with
-    same = _shared(kept.answer, tokens[start : start + len(kept.answer)])
+    same = same_tokens(kept.answer, tokens[start : start + len(kept.answer)])
     end = start + len(kept.answer)
     if kept.end is not None and same == len(kept.answer) and end <= last:
         return Place(entry=entry, snapshot=kept.end, tokens=end)
@@ -252,10 +276,3 @@ def _place(entry: int, kept: Kept[N], tokens: array[int], *, trimmable: bool) ->
             entry=entry, snapshot=kept.end, tokens=cut, cut=True, prompt=kept.prompt, prompt_tokens=kept.prompt_tokens
         )
     return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt is not None else None
-
-
-def _shared(one: array[int], other: array[int]) -> int:
-    """Length of the common beginning."""
-    if one == other:
-        return len(one)
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

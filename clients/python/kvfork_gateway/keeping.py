@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import kvfork_client as kv
 
@@ -21,7 +20,9 @@ from .conversations import Bounds, Conversations, Kept, Place, digest
 LABELS = {"kvfork-gateway": "reuse"}
 """Of the snapshots that are kept."""
 
-_CUT_SECONDS = 60.0  # to live, of a snapshot that one call goes on from
+_PASSING_SECONDS = 60.0  # to live, of a snapshot that one call goes on from
+_LET_GO_AT_ONCE = 8  # deletions, which count among the caller's calls
+_SETTLE_SECONDS = 5.0  # for deletions under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,19 @@ class Keeper:
     """For one event loop. `close` lets go of all."""
 
     def __init__(self, bounds: Bounds) -> None:
-        self.options = kv.SaveOptions(ttl=bounds.ttl, labels=LABELS)
-        self._cut_options = kv.SaveOptions(ttl=min(_CUT_SECONDS, bounds.ttl), labels=LABELS)
+        self._bounds = bounds
         self._conversations: Conversations[Caller, Held] = Conversations(bounds)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_LET_GO_AT_ONCE)
+        self._closed = False
+        self.limit(bounds.ttl)
+
+    def limit(self, most_seconds: float) -> None:
+        """No snapshot is asked to live longer than that; what is kept is counted on no longer either. 0: no limit."""
+        ttl = min(self._bounds.ttl, most_seconds or self._bounds.ttl)
+        self.options = kv.SaveOptions(ttl=ttl, labels=LABELS)
+        self.passing_options = kv.SaveOptions(ttl=min(_PASSING_SECONDS, ttl), labels=LABELS)
+        self._conversations.ttl = ttl
 
     def find(self, prompt: Prompt, model: kv.ModelInfo, caller: Caller) -> Place[Held] | None:
         """The place furthest on in a prompt."""
@@ -93,7 +103,9 @@ class Keeper:
         passing: tuple[Held, ...] = ()
         if place.cut:
             source = caller.client.routed(instance=parent.instance).snapshot(parent.name)
-            cut = await source.rollback(token_count=place.tokens, rounding=kv.Rounding.DOWN, options=self._cut_options)
+            cut = await source.rollback(
+                token_count=place.tokens, rounding=kv.Rounding.DOWN, options=self.passing_options
+            )
             parent, tokens, passing = Held.of(cut), cut.token_count, (Held.of(cut),)
             if tokens < place.prompt_tokens and place.prompt is not None:
                 parent, tokens = place.prompt, place.prompt_tokens
@@ -115,16 +127,17 @@ class Keeper:
     ) -> None:
         """What later turns can go on from: the end of each answer, and its beginning also where no answer came.
 
-        `place` is where the call went on from. The beginning is `shared`, or what each choice has marked.
+        `place` is where the call went on from. The beginning is `shared`, or what each choice has marked. After `close`
+        they are let go of at once.
         """
         assert prompt.ids is not None
         beginning, opening = prompt.ids[: prompt.turns_end], array("I", prompt.ids[prompt.turns_end :])
         prompt_digest = digest(beginning)
-        # Where the call went on from just there, nothing was marked.
-        there = place.snapshot if place is not None and not place.cut and place.tokens == prompt.turns_end else None
+        there = _kept_at(place, prompt.turns_end)  # where the call went on from there or further, nothing was marked
         for stream in completion.streams:
             marked = shared or stream.generation.marks.get(0)
-            start = Held.of(marked) if marked is not None else there
+            began = stream.generation.started is not None  # else it may be that very place that is gone
+            start = Held.of(marked) if marked is not None else there if began else None
             finished = stream.choice.finished
             end = finished.snapshot if finished is not None else None
             if start is None and end is None:
@@ -140,6 +153,8 @@ class Keeper:
                 follows=place.entry if place is not None else None,
             )
             self._let_go(self._conversations.add(caller, kept, time.monotonic()))
+        if self._closed:
+            self._let_go(self._conversations.clear())
 
     def release(self, caller: Caller, snapshots: Iterable[Held]) -> None:
         """In the background: nobody waits for it."""
@@ -147,20 +162,33 @@ class Keeper:
 
     async def close(self) -> None:
         """Lets go of all that is kept, as far as the server still hears of it in time."""
+        self._closed = True
         self._let_go(self._conversations.clear())
+        await self.settle()
+        for task in self._tasks:
+            task.cancel()
+
+    async def settle(self) -> None:
+        """Waits for what is being let go of now, for a few seconds."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=5.0)
+            await asyncio.wait(self._tasks, timeout=_SETTLE_SECONDS)
 
     def _let_go(self, gone: Iterable[tuple[Caller, Held]]) -> None:
         for caller, held in gone:
-            self._spawn(_delete(caller.client, held))
+            task = asyncio.get_running_loop().create_task(self._delete(caller.client, held))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _delete(self, client: kv.AsyncClient, held: Held) -> None:
+        async with self._slots:
+            with contextlib.suppress(kv.KVForkError):
+                await client.delete_snapshot(held, allow_missing=True, timeout=30.0)
 
 
-async def _delete(client: kv.AsyncClient, held: Held) -> None:
-    with contextlib.suppress(kv.KVForkError):
-        await client.delete_snapshot(held, allow_missing=True, timeout=30.0)
+def _kept_at(place: Place[Held] | None, tokens: int) -> Held | None:
+    """The snapshot behind so many tokens that a place is known to have."""
+    if place is None:
+        return None
+    if place.cut:
+        return place.prompt if place.prompt_tokens == tokens else None
+    return place.snapshot if place.tokens == tokens else None
