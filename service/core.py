@@ -1,8 +1,8 @@
 """The service behind gRPC: builds what serves calls, brackets its life, and tells about the process.
 
 Implements `core_api.Inference`; `Generations`, `Derivations` and `Directory` do the work. The model is loaded on the
-engine thread, which owns every MLX object; until then inference calls are refused with MODEL_LOADING, and there are no
-snapshots yet.
+engine thread, which owns every MLX object; until then inference calls are refused with MODEL_LOADING. There are no
+snapshots yet: calls about names find none, or are refused in the same way where a durable store may hold some.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ class Core:
     ) -> None:
         """`load` runs on the engine thread; it raises with a text that says what is wrong with the model.
 
-        `store`: the durable store that `load` uses, which gives the instance a name that outlives the process.
+        `store`: the durable store that `load` uses, which gives the instance a name that outlives the process unless
+        the settings give it one.
         `exchange_key`: signs snapshots for other instances; None: there are none.
         """
         model = ModelView(name=f"models/{model_name}", state=ModelState.LOADING)
-        instance = f"kvfork-{store.instance if store else secrets.token_hex(8)}"
+        instance = config.instance or f"kvfork-{store.instance if store else secrets.token_hex(8)}"
         self._rt = Runtime(config, model, instance=instance, tracer=tracer or NoTracer())
         self.meter = self._rt.meter
         self.observer = Calls(self._rt.meter, self._rt.tracer)

@@ -63,6 +63,28 @@ def test_while_the_model_loads_calls_are_told_when_to_come_again() -> None:
         assert answer.metadata == {"model": "models/tiny-gemma3"} and answer.retry_seconds
 
 
+def test_while_a_durable_store_is_not_read_yet_its_snapshots_are_not_said_to_be_gone(tmp_path: Path) -> None:
+    with LiveServer("tiny-gemma3", "--store-dir", str(tmp_path / "s"), wait=False) as server:
+        get, every = snapshot_pb.GetSnapshotRequest(name=NAME), snapshot_pb.ListSnapshotsRequest()
+        extend = snapshot_pb.ExtendSnapshotsRequest(names=[NAME])
+        delete = snapshot_pb.DeleteSnapshotRequest(name=NAME, allow_missing=True)
+        update = snapshot_pb.UpdateSnapshotRequest(
+            snapshot=pb.Snapshot(name=NAME, pinned=True), update_mask={"paths": ["pinned"]}
+        )
+        answers = [
+            refused(lambda: server.snapshots.GetSnapshot(get)),
+            refused(lambda: server.snapshots.ListSnapshots(every)),
+            refused(lambda: server.snapshots.ExtendSnapshots(extend)),
+            refused(lambda: server.snapshots.DeleteSnapshot(delete)),
+            refused(lambda: server.snapshots.UpdateSnapshot(update)),
+        ]
+        state = server.model().state
+    assert state == server_pb.Model.STATE_LOADING, "it was loaded before it was asked"
+    for answer in answers:
+        assert (answer.code, answer.reason) == ("UNAVAILABLE", "MODEL_LOADING"), answer
+        assert answer.retry_seconds
+
+
 def test_a_call_for_another_instance_is_refused_by_every_method(server: LiveServer) -> None:
     mine = server.server.GetServerInfo(server_pb.GetServerInfoRequest()).instance
     elsewhere = {"metadata": (("x-kvfork-instance", "kvfork-of-somebody-else"),)}

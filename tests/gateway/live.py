@@ -13,6 +13,7 @@ from typing import Any
 import openai
 
 from tests.e2e.live import PATIENCE, ROOT, LiveServer
+from tests.e2e.proxy import Envoy
 
 KEPT = {"kvfork-gateway": "reuse"}
 """Labels of what a gateway keeps of its own accord."""
@@ -21,7 +22,7 @@ KEPT = {"kvfork-gateway": "reuse"}
 class LiveGateway:
     """`kvfork gateway` as a subprocess in front of a server."""
 
-    def __init__(self, server: LiveServer, *flags: str) -> None:
+    def __init__(self, server: LiveServer | Envoy, *flags: str) -> None:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="kvfork-gateway-")  # noqa: SIM115 - lives as long as this
         command = [sys.executable, "-m", "service", "gateway", "--server", server.address, "--address", "127.0.0.1:0"]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFORK_")}

@@ -33,9 +33,9 @@ class Export(Iterator[bytes]):
     Leaving the `with` block, or dropping the object, cancels it on the server.
     """
 
-    def __init__(self, connection: Connection, request: bytes, timeout: float | None) -> None:
+    def __init__(self, connection: Connection, request: bytes, timeout: float | None, instance: str = "") -> None:
         self.summary: ExportSummary | None = None
-        self._stream = connection.export(request, timeout)
+        self._stream = connection.export(request, timeout, instance)
         self._abandon = weakref.finalize(self, self._stream.cancel)
         self._abandon.atexit = False
 
@@ -91,7 +91,7 @@ def imported(
     stop: list[Callable[[], object]] = [lambda: None]
     method: Any = connection.channel.stream_unary(IMPORT)
     try:
-        call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata)
+        call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
         stop[0] = call.cancel
         if failed:
             call.cancel()
@@ -117,9 +117,9 @@ class AsyncExport(AsyncIterator[bytes]):
     Leaving the `async with` block, or dropping the object, cancels it on the server.
     """
 
-    def __init__(self, connection: AsyncConnection, request: bytes, timeout: float | None) -> None:
+    def __init__(self, connection: AsyncConnection, request: bytes, timeout: float | None, instance: str = "") -> None:
         self.summary: ExportSummary | None = None
-        self._stream = connection.export(request, timeout)
+        self._stream = connection.export(request, timeout, instance)
         self._abandon = weakref.finalize(self, give_up, asyncio.get_running_loop(), self._stream)
         self._abandon.atexit = False
 

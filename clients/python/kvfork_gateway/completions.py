@@ -17,7 +17,7 @@ from .completion import Completion, Stream
 from .conversations import Bounds, Place, same_tokens
 from .errors import Refused
 from .fields import refuse, unsupported
-from .keeping import Caller, Keeper, Prompt, Start
+from .keeping import Caller, Held, Keeper, Prompt, Start
 from .messages import as_messages, images_of
 from .request import ChatRequest
 from .tools import Spellings
@@ -77,10 +77,15 @@ class Completions:
             refuse("kvfork.save.snapshot_id", "names one snapshot; leave it out where n is above 1")
         prompt = await self._prompt(request, model, caller)
         sparing = False
+        away = False  # the server that holds the place; another one may be there, and computes the prompt anew
         while True:
-            place = self._keeper.find(prompt, model, caller)
+            place = None if away else self._keeper.find(prompt, model, caller)
             try:
                 return await self._begin(request, model, caller, prompt, place, sparing=sparing)
+            except kv.Unavailable:
+                if place is None:
+                    raise
+                away = True
             except _LOST:
                 if place is None:
                     raise
@@ -138,12 +143,13 @@ class Completions:
         model: kv.ModelInfo,
         caller: Caller,
         prompt: Prompt,
-        place: Place | None,
+        place: Place[Held] | None,
         *,
         sparing: bool,
     ) -> Completion:
         """`sparing`: without a snapshot that the caller has not asked for."""
-        start = Start(parent=request.extension.parent or None, given=prompt.input)
+        given = request.extension
+        start = Start(parent=Held(given.parent, given.instance) if given.parent else None, given=prompt.input)
         if place is not None and sparing:
             place = place.uncut
         if place is not None:
@@ -154,7 +160,7 @@ class Completions:
         shared: kv.AsyncSnapshot | None = None  # the prompt, for several choices
         if request.n > 1 and not sparing:
             shared = await self._shared(start, marks, model, caller)
-            start = replace(start, parent=shared, given=None, passing=(*start.passing, shared.name))
+            start = replace(start, parent=shared, given=None, passing=(*start.passing, Held.of(shared)))
 
         def ended(completion: Completion) -> None:
             if keeps:

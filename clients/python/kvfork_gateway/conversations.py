@@ -17,6 +17,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 C = TypeVar("C", bound=Hashable)
+N = TypeVar("N", bound=Hashable)
 
 GRID = 256  # tokens between places that the server keeps on its own
 _ENTRY_BYTES = 1024  # of an entry besides its answer, about
@@ -33,8 +34,8 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; "" for none.
+class Kept(Generic[N]):
+    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; None for none.
 
     The answer begins where the turns end: what the template writes to open it belongs to it, since a later rendering
     may open it otherwise.
@@ -45,14 +46,14 @@ class Kept:
     prompt_tokens: int
     prompt_digest: bytes
     answer: array[int]
-    prompt: str
-    end: str
+    prompt: N | None
+    end: N | None
     follows: int | None = None  # the entry that this one went on from
 
     @property
-    def snapshots(self) -> tuple[str, ...]:
+    def snapshots(self) -> tuple[N, ...]:
         """The names that there are."""
-        return tuple(name for name in (self.end, self.prompt) if name)
+        return tuple(name for name in (self.end, self.prompt) if name is not None)
 
     @property
     def size(self) -> int:
@@ -60,50 +61,55 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Generic[N]):
     """Where to go on: behind `tokens` tokens of `snapshot`, to be rolled back to first if `cut`.
 
     `prompt` is the place to fall back to if the cut cannot be made.
     """
 
     entry: int
-    snapshot: str
+    snapshot: N
     tokens: int
     cut: bool = False
-    prompt: str = ""
+    prompt: N | None = None
     prompt_tokens: int = 0
 
     @property
-    def uncut(self) -> Place | None:
+    def uncut(self) -> Place[N] | None:
         """Where to go on if nothing is to be made for it."""
         if not self.cut:
             return self
-        return Place(entry=self.entry, snapshot=self.prompt, tokens=self.prompt_tokens) if self.prompt else None
+        if self.prompt is None:
+            return None
+        return Place(entry=self.entry, snapshot=self.prompt, tokens=self.prompt_tokens)
 
 
 @dataclass(slots=True)
-class _Entry(Generic[C]):
+class _Entry(Generic[C, N]):
     caller: C
-    kept: Kept
+    kept: Kept[N]
     expires: float
 
 
 @dataclass(slots=True)
-class _Caller:
+class _Caller(Generic[N]):
     entries: set[int] = field(default_factory=set)
     by_prompt: dict[tuple[str, bytes], set[int]] = field(default_factory=dict)
-    uses: Counter[str] = field(default_factory=Counter)  # of each snapshot, by entries
+    uses: Counter[N] = field(default_factory=Counter)  # of each snapshot, by entries
 
 
-class Conversations(Generic[C]):
-    """For one thread. Times are seconds of one monotonic clock; sizes are estimates."""
+class Conversations(Generic[C, N]):
+    """Of callers C and what they call snapshots, N. For one thread.
+
+    Times are seconds of one monotonic clock; sizes are estimates.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self.ttl = bounds.ttl  # may be set shorter
         self._bounds = bounds
         self._ids = count(1)
-        self._entries: OrderedDict[int, _Entry[C]] = OrderedDict()  # least recently used first
-        self._callers: dict[C, _Caller] = {}
+        self._entries: OrderedDict[int, _Entry[C, N]] = OrderedDict()  # least recently used first
+        self._callers: dict[C, _Caller[N]] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -111,7 +117,7 @@ class Conversations(Generic[C]):
 
     def find(
         self, caller: C, model: str, ids: Sequence[int], images: Sequence[bytes], *, trimmable: bool, now: float
-    ) -> Place | None:
+    ) -> Place[N] | None:
         """The place furthest on in `ids` before their last, all of `images` behind it. Counts as use.
 
         `trimmable`: the model's state can be cut at any token; else only on the grid and where it was kept.
@@ -121,7 +127,7 @@ class Conversations(Generic[C]):
         if known is None or len(ids) < 2:
             return None
         tokens = array("I", ids)
-        best: Place | None = None
+        best: Place[N] | None = None
         for entry_id in self._with_prompt_of(known, model, tokens):
             kept = self._entries[entry_id].kept
             # An image further on would have to be sent as ids, which stand for no picture.
@@ -136,7 +142,7 @@ class Conversations(Generic[C]):
             self._entries.move_to_end(best.entry)
         return best
 
-    def add(self, caller: C, kept: Kept, now: float) -> list[tuple[C, str]]:
+    def add(self, caller: C, kept: Kept[N], now: float) -> list[tuple[C, N]]:
         """Remembers an answer. Returns the snapshots that nothing here needs any more, and whose they are."""
         self._forget_expired(now)
         gone: list[int] = []
@@ -155,15 +161,15 @@ class Conversations(Generic[C]):
         freed = self._remove(gone)
         return freed + self._shrink(caller)
 
-    def drop(self, entry_id: int) -> list[tuple[C, str]]:
+    def drop(self, entry_id: int) -> list[tuple[C, N]]:
         """Forgets an entry whose snapshot is of no use. Returns what is to be let go of."""
         return self._remove([entry_id])
 
-    def clear(self) -> list[tuple[C, str]]:
+    def clear(self) -> list[tuple[C, N]]:
         """Forgets everything. Returns what is to be let go of."""
         return self._remove(list(self._entries))
 
-    def _with_prompt_of(self, known: _Caller, model: str, tokens: array[int]) -> list[int]:
+    def _with_prompt_of(self, known: _Caller[N], model: str, tokens: array[int]) -> list[int]:
         """Entries whose prompt `tokens` begin with, whatever follows."""
         lengths = sorted({self._entries[i].kept.prompt_tokens for i in known.entries})
         hashed, done = hashlib.sha256(), 0
@@ -177,7 +183,7 @@ class Conversations(Generic[C]):
             found += sorted(known.by_prompt.get((model, hashed.digest()), ()))
         return found
 
-    def _outgrown(self, known: _Caller, entry_id: int) -> list[int]:
+    def _outgrown(self, known: _Caller[N], entry_id: int) -> list[int]:
         """The answer before the one that this follows, unless another line goes on from it."""
         before = self._entries[entry_id].kept.follows
         if before is None or before not in known.entries:
@@ -188,7 +194,7 @@ class Conversations(Generic[C]):
         branches = [i for i in known.entries if self._entries[i].kept.follows == outgrown]
         return [outgrown] if branches == [before] else []
 
-    def _shrink(self, caller: C) -> list[tuple[C, str]]:
+    def _shrink(self, caller: C) -> list[tuple[C, N]]:
         """Down to the bounds; the newest entry stays."""
         gone: list[int] = []
         mine = self._callers[caller].entries
@@ -214,8 +220,8 @@ class Conversations(Generic[C]):
             expired.append(entry_id)
         self._remove(expired)
 
-    def _remove(self, gone: Iterable[int]) -> list[tuple[C, str]]:
-        freed: list[tuple[C, str]] = []
+    def _remove(self, gone: Iterable[int]) -> list[tuple[C, N]]:
+        freed: list[tuple[C, N]] = []
         for entry_id in gone:
             entry = self._entries.pop(entry_id, None)
             if entry is None:
@@ -250,23 +256,23 @@ def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _rank(place: Place) -> tuple[int, bool, int]:
+def _rank(place: Place[N]) -> tuple[int, bool, int]:
     return place.tokens, not place.cut, place.entry
 
 
-def _place(entry: int, kept: Kept, tokens: array[int], *, trimmable: bool) -> Place | None:
+def _place(entry: int, kept: Kept[N], tokens: array[int], *, trimmable: bool) -> Place[N] | None:
     """How far on `kept` reaches in `tokens`, its prompt being known to be their beginning."""
     start = kept.prompt_tokens
     last = len(tokens) - 1  # a generation has to be given something to go on with
     same = same_tokens(kept.answer, tokens[start : start + len(kept.answer)])
     end = start + len(kept.answer)
-    if kept.end and same == len(kept.answer) and end <= last:
+    if kept.end is not None and same == len(kept.answer) and end <= last:
         return Place(entry=entry, snapshot=kept.end, tokens=end)
     cut = min(start + same, last)
     if not trimmable:
         cut -= cut % GRID
-    if kept.end and cut > start:
+    if kept.end is not None and cut > start:
         return Place(
             entry=entry, snapshot=kept.end, tokens=cut, cut=True, prompt=kept.prompt, prompt_tokens=kept.prompt_tokens
         )
-    return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt else None
+    return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt is not None else None
