@@ -242,6 +242,14 @@ def _rust(folder: Path) -> None:
 # -- java --------------------------------------------------------------------------------------------------------------
 
 
+_JAVA_KINDS = {  # by whether client and server stream
+    (False, False): "UNARY",
+    (False, True): "SERVER_STREAMING",
+    (True, False): "CLIENT_STREAMING",
+    (True, True): "BIDI_STREAMING",
+}
+
+
 def _java(folder: Path) -> None:
     from google.protobuf import descriptor_pb2
 
@@ -259,7 +267,7 @@ def _java(folder: Path) -> None:
                 asked, told = (
                     f"kvfork.v1.{kind.rpartition('.')[2]}" for kind in (method.input_type, method.output_type)
                 )
-                kind = "SERVER_STREAMING" if method.server_streaming else "UNARY"
+                kind = _JAVA_KINDS[method.client_streaming, method.server_streaming]
                 name = "".join(f"_{c}" if c.isupper() else c.upper() for c in method.name).lstrip("_")
                 lines.append(f"  static final MethodDescriptor<{asked}, {told}> {name} =\n")
                 lines.append(f'      method("kvfork.v1.{service.name}", "{method.name}", MethodType.{kind},\n')

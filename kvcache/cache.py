@@ -21,6 +21,7 @@ from kvcache.blocks import block_key, root_key
 from kvcache.checkpoints import Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
+from kvcache.manifest import Item, ItemId, Manifest, record_of
 from kvcache.names import (
     DEFAULT_LIMITS,
     SHARED,
@@ -33,9 +34,10 @@ from kvcache.names import (
 )
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
-from kvcache.records import PutResult, RecordId, RecordKind, Tier
+from kvcache.records import Buffer, PutResult, RecordId, RecordKind, Tier
 from kvcache.snapshots import Snapshot
 from kvcache.store import TieredStore
+from kvcache.travel import Arrival, Departure, Travel
 from kvcache.tree import Node
 
 __all__ = [
@@ -85,6 +87,7 @@ class PrefixCache(NamedSnapshots):
         self._tree = self._stock.tree
         self._matcher = Matcher(self._stock, share_decoded=share_decoded)
         self._places = Places(self._stock)
+        self._travel = Travel(self._stock)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -200,7 +203,7 @@ class PrefixCache(NamedSnapshots):
     def put(
         self,
         node: Node,
-        payloads: Mapping[RecordKind, bytes | bytearray],
+        payloads: Mapping[RecordKind, Buffer],
         *,
         explicit: bool,
         passing: Collection[RecordKind] = (),
@@ -299,6 +302,53 @@ class PrefixCache(NamedSnapshots):
         """How much of `node`'s prefix can be restored, and of how much of that some layer's state is on disk."""
         with self._lock:
             return self._places.stored_tokens(node)
+
+    # To and from other instances
+
+    def depart(self, snapshot: Snapshot) -> Departure:
+        """What there is of a snapshot's state, pinned: to be packed, and sent. Pairs with `departed`."""
+        with self._lock:
+            self._stock.forget_lost()
+            return self._travel.depart(snapshot)
+
+    def departed(self, departure: Departure) -> None:
+        with self._lock:
+            self._travel.departed(departure)
+
+    def held_of(self, owner: str, manifest: Manifest) -> set[ItemId]:
+        """Records of a manifest that are here already, for this owner. Changes nothing."""
+        with self._lock:
+            return self._travel.held(manifest, self._root(owner))
+
+    def arrive(self, owner: str, manifest: Manifest) -> Arrival:
+        """Makes room in the tree for a snapshot that comes. Pairs with `arrived`. OSError as `root` has it."""
+        root = self.root(owner)
+        with self._lock:
+            self._stock.forget_lost()
+            return self._travel.arrive(manifest, root)
+
+    def take(self, arrival: Arrival, item: Item, payload: Buffer, *, patient: bool) -> PutResult:
+        """Takes a record of it over. `patient`: what `may_pass` is given again once the store has written something."""
+        node = arrival.nodes[item.key]
+        record = record_of(item, node)
+        here = self.store.locate(record) is not None
+        lost = self.put(node, {record.kind: payload}, explicit=True, patient=patient)
+        if lost is not None:
+            return lost
+        if here:
+            return PutResult.EXISTS
+        arrival.taken.append(record)
+        return PutResult.STORED
+
+    def lacking(self, arrival: Arrival) -> list[Item]:
+        """Its records that are not here."""
+        with self._lock:
+            return self._travel.lacking(arrival)
+
+    def arrived(self, arrival: Arrival, *, forget: bool) -> None:
+        """It is named, or given up. `forget`: what came of it goes, as far as nobody else has come to need it."""
+        with self._lock:
+            self._travel.arrived(arrival, forget=forget)
 
     def _root(self, owner: str) -> Node:
         return self._tree.root(root_key(self.fingerprint, self._space(owner)))

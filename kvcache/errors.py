@@ -2,6 +2,10 @@
 
 KVCacheError
 ├── FormatError            bytes are not what docs/format.md draws (bad magic, version, checksum, length)
+│   └── ExportError            an export cannot be taken in
+│       ├── ForeignKey             it was signed with another key
+│       ├── DamagedExport          a part of it is not what was signed; `part` says which
+│       └── CutExport              it ends before its end
 └── StoreError
     ├── RecordError        one record is to blame; `record` says which
     │   ├── MissingRecord      never stored, or evicted since
@@ -26,6 +30,35 @@ class KVCacheError(Exception):
 
 class FormatError(KVCacheError):
     """Bytes that were read do not follow the format, or fail their checksum or tag."""
+
+
+class ExportError(FormatError):
+    """Bytes that were to be a snapshot of another instance are none, or of a version that nobody here knows."""
+
+
+class ForeignKey(ExportError):
+    """They were signed with another key than the one that they were to be checked with."""
+
+    def __init__(self, theirs: bytes, ours: bytes) -> None:
+        super().__init__(f"signed with key {theirs.hex()}, this one is {ours.hex()}")
+        self.theirs = theirs
+        self.ours = ours
+
+
+class DamagedExport(ExportError):
+    """A part is not what was signed."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(f"{part} is not what was signed")
+        self.part = part
+
+
+class CutExport(ExportError):
+    """They end in the middle of a part, or before what is needed has come."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(f"ends before {part} was there")
+        self.part = part
 
 
 class StoreError(KVCacheError):

@@ -174,7 +174,7 @@ class EvictionOrder:
         self._raised.discard(key)
         if owner is None:
             return []
-        if not owner.members or (raised and not self._is_whole(owner)):
+        if not owner.members or (raised and not self._is_whole(owner)) or self._was_only_passed(owner):
             return self._sweep(self._drop(owner))
         self._note(owner)
         return []
@@ -286,13 +286,17 @@ class EvictionOrder:
             if parent is not None and parent.children:
                 self._note(_leaf_below(parent))
             elif parent is not None:
-                idle = self._clock() - parent.last_use > HALF_LIFE_SECONDS
-                if parent.standing and idle and not self._is_whole(parent):
-                    # Nobody can stand there: it was passed on the way to what has gone now, and no run is on its way.
+                if self._was_only_passed(parent):
                     todo += self._drop(parent)
                 self._note(parent)
                 todo.append(parent)
         return freed
+
+    def _was_only_passed(self, unit: _Unit) -> bool:
+        """Whether nobody can stand there, what it was passed on the way to has gone, and no run is on its way."""
+        idle = self._clock() - unit.last_use > HALF_LIFE_SECONDS
+        at_work = unit.key in self._guarded
+        return unit.standing and not unit.children and not at_work and idle and not self._is_whole(unit)
 
     def _is_needed(self, unit: _Unit, member: Member) -> bool:
         """Whether any other standing unit takes this record of `unit`."""

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache.blocks import BLOCK_TOKENS, BlockKey, root_key
+from kvcache.blocks import BlockKey, root_key
+from kvcache.chains import build_chain, nodes_of
 from kvcache.errors import FormatError, StoreError
 from kvcache.media import MediaTag
 from kvcache.note_codec import (
@@ -209,17 +210,10 @@ class Journal:
     @staticmethod
     def _node_notes(node: Node) -> list[Note]:
         """Of the node and of all that it follows or reads from."""
-        notes: dict[BlockKey, Note] = {}
-        waiting = [node]
-        while waiting:
-            here = waiting.pop()
-            if here.parent is None or here.key in notes:
-                continue
-            notes[here.key] = Note(id=NoteId(here.key, NoteKind.NODE), payload=encode_node(here), key_id=here.key_id)
-            waiting.append(here.parent)
-            if here.borrows is not None:
-                waiting.append(here.borrows)
-        return list(notes.values())
+        return [
+            Note(id=NoteId(here.key, NoteKind.NODE), payload=encode_node(here), key_id=here.key_id)
+            for here in nodes_of(node)
+        ]
 
     def _snapshot_note(self, snapshot: Snapshot) -> Note:
         return Note(
@@ -270,7 +264,9 @@ class Journal:
         for handle, key_id in handles:
             if handle.expires <= now and not handle.pinned:
                 expired += 1
-            elif (node := self._build(handle.node, notes, roots, keys)) is None or roots[self._owner(node)] not in (
+            elif (node := build_chain(self._tree, handle.node, notes, roots, keys)) is None or roots[
+                self._owner(node)
+            ] not in (
                 handle.owner,
                 shared,
             ):
@@ -308,61 +304,6 @@ class Journal:
             key = self.key_of(snapshot)
             self._saved[key] = snapshot.expires
             self._stand(key, snapshot)
-
-    def _build(
-        self,
-        key: BlockKey,
-        notes: dict[BlockKey, NodeNote],
-        roots: dict[BlockKey, str],
-        keys: dict[BlockKey, int],
-    ) -> Node | None:
-        """The node of this key with all before it; None if a note is missing or does not fit. Leaves nothing half."""
-        chain: list[tuple[BlockKey, NodeNote]] = []
-        here = key
-        while here not in roots:
-            node = self._tree.get(here)
-            note = notes.get(here)
-            if note is None:
-                return None
-            chain.append((here, note))
-            if node is not None:
-                break
-            if note.borrows is not None and self._missing(note.borrows, notes, roots):
-                return None
-            here = note.parent
-        if not chain or any(len(note.tokens) < BLOCK_TOKENS for _, note in chain[1:]):
-            return None  # nothing follows a tail
-        built = self._tree.get(chain[-1][0])
-        if built is None:
-            built = self._tree.root(chain[-1][1].parent)
-            built.key_id = keys[chain[-1][0]]
-        else:
-            chain.pop()
-        for _, note in reversed(chain):
-            built = self._tree.add(built, note.tokens, note.schedule)
-            if note.borrows is not None and built.borrows is None:
-                whole = self._build(note.borrows, notes, roots, keys)
-                assert whole is not None, "looked at before"
-                built.borrows = whole.borrows or whole  # notes of earlier versions name a piece that borrows itself
-                built.borrows.holds += 1
-        return built
-
-    @staticmethod
-    def _missing(key: BlockKey, notes: dict[BlockKey, NodeNote], roots: dict[BlockKey, str]) -> bool:
-        """Whether what a trimmed block reads from is not all there; that may be a trimmed block itself."""
-        waiting, seen = [key], set[BlockKey]()
-        while waiting:
-            here = waiting.pop()
-            if here in roots or here in seen:
-                continue
-            seen.add(here)
-            note = notes.get(here)
-            if note is None:
-                return True
-            waiting.append(note.parent)
-            if note.borrows is not None:
-                waiting.append(note.borrows)
-        return False
 
     @staticmethod
     def _owner(node: Node) -> BlockKey:

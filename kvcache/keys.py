@@ -51,7 +51,7 @@ class KeyRing:
         self._master = master
         self._lock = threading.Lock()
         self._by_owner: dict[str, OwnerKey] = {}
-        self._ciphers: dict[int, AESGCM] = {}
+        self._by_id: dict[int, bytes] = {}
         folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         sync_directory(folder.parent)
         try:
@@ -61,7 +61,7 @@ class KeyRing:
             return
         for key in decode_owners(text, store_id, master):
             self._by_owner[key.owner] = key
-            self._ciphers[key.id] = AESGCM(key.key)
+            self._by_id[key.id] = key.key
 
     def id_of(self, owner: str) -> int:
         """The id of the owner's key, which is made, and on disk, if there is none yet. Raises OSError."""
@@ -69,20 +69,20 @@ class KeyRing:
             have = self._by_owner.get(owner)
             if have is None:
                 number = 0
-                while number == 0 or number in self._ciphers:
+                while number == 0 or number in self._by_id:
                     number = secrets.randbits(32)  # random, so that a deleted key's number does not come again
                 have = OwnerKey(id=number, owner=owner, key=secrets.token_bytes(KEY_BYTES))
                 self._write({**self._by_owner, owner: have})
                 self._by_owner[owner] = have
-                self._ciphers[number] = AESGCM(have.key)
+                self._by_id[number] = have.key
             return have.id
 
     def owners(self) -> list[str]:
         with self._lock:
             return sorted(self._by_owner)
 
-    def cipher(self, key_id: int) -> AESGCM | None:
-        return self._ciphers.get(key_id)
+    def key(self, key_id: int) -> bytes | None:
+        return self._by_id.get(key_id)
 
     def rewrap(self, master: bytes) -> None:
         """Wraps every owner key under another master key. Raises OSError; then nothing has changed."""
@@ -106,7 +106,7 @@ class KeyRing:
                 before.write(bytes(os.fstat(before.fileno()).st_size))
                 before.flush()
                 os.fsync(before.fileno())
-            del self._ciphers[self._by_owner.pop(owner).id]
+            del self._by_id[self._by_owner.pop(owner).id]
             return True
 
     def _write(self, owners: dict[str, OwnerKey]) -> None:
@@ -120,14 +120,14 @@ class OwnerSeal(AesGcmSeal):
         super().__init__(nonce_prefix=OPENING.pack(openings))
         self._ring = ring
 
-    def cipher(self, key_id: int) -> AESGCM:
-        cipher = self._ring.cipher(key_id)
-        if cipher is None:
+    def key(self, key_id: int) -> bytes:
+        key = self._ring.key(key_id)
+        if key is None:
             raise FormatError(f"key {key_id:08x} is not in this store: it was destroyed, or never was")
-        return cipher
+        return key
 
     def knows(self, key_id: int) -> bool:
-        return self._ring.cipher(key_id) is not None
+        return self._ring.key(key_id) is not None
 
 
 def encode_owners(owners: Iterable[OwnerKey], store_id: bytes, master: bytes) -> bytes:

@@ -35,8 +35,8 @@ class Lookup:
 
     plan: RestorePlan | None
     known: int
-    """Tokens that were computed once, whether or not their state can be used. Behind a parent those up to its end, which
-    are what its handle promises, and of those beyond what stands."""
+    """Tokens that were computed once, whether or not their state can be used. Behind a parent those up to its end, as
+    its handle promises, and of those beyond what stands."""
 
     miss_reason: MissReason  # why `plan` stops short of `known`
     replay: tuple[int, ...] = ()  # cuts of the parent's own run, to make again where it is computed again

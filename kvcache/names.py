@@ -73,6 +73,7 @@ class Keep:
     pinned: bool = False
     labels: tuple[tuple[str, str], ...] = ()
     durable: bool = False  # `make_durable` follows
+    lineage: tuple[str, ...] = ()  # where it has no parent here: what it was derived from elsewhere
 
 
 class MediaKeeper(Protocol):
@@ -151,7 +152,7 @@ class NamedSnapshots:
         assert node.parent is not None, "the empty prefix has no name"
         now = self._clock()
         ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
-        lineage = ((*parent.lineage, parent.id) if parent else ())[-LINEAGE_LIMIT:]
+        lineage = ((*parent.lineage, parent.id) if parent else keep.lineage)[-LINEAGE_LIMIT:]
         snapshot = Snapshot(
             id=keep.snapshot_id or self._new_id(durable=keep.durable),
             owner=owner,

@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcache.buffers import new_buffer
 from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import SEGMENT_HEADER, RecordHeader, decode_segment_header
 from kvcache.records import Name, NoteId, NoteKind
 from kvcache.scan import Scan, scan_records
-from kvcache.seal import Seal, sequence_of
+from kvcache.seal import Scratch, Seal, sequence_of
 from kvcache.storage import Storage
 from kvcache.store_dir import Identity
 
@@ -157,14 +156,18 @@ def _newest_whole(storage: Storage, seal: Seal, candidates: list[_Candidate]) ->
     if len(candidates) == 1:
         return candidates[0], 0  # verified when it is read
     candidates.sort(key=lambda one: one.order, reverse=True)
+    scratch = Scratch()
     for worse, candidate in enumerate(candidates):
-        data = new_buffer(candidate.header.record_bytes)
-        if storage.read_into(candidate.segment, candidate.offset, data) == len(data):
-            try:
-                seal.open(candidate.header.record, data)
-            except FormatError:
-                continue
-            return candidate, worse
+
+        def fill(at: int, into: memoryview, found: _Candidate = candidate) -> None:
+            if storage.read_into(found.segment, found.offset + at, into) < len(into):
+                raise FormatError("the file ends early")
+
+        try:
+            seal.open(candidate.header.record, candidate.header.record_bytes, fill, scratch)
+        except FormatError:
+            continue
+        return candidate, worse
     return candidates[0], 0
 
 

@@ -8,6 +8,8 @@ it seals. A number is spent even if the write then fails. The key is random, mad
 leaves the process, so a pair (key, nonce) cannot come twice. A store that keeps its keys across restarts
 (`kvcache.keys`) instead takes the 4 bytes from a count of openings that it has made durable first; there a nonce also
 says which of two records is newer.
+
+A record is read and opened a piece at a time, so that what was just read is still in the core's cache.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import itertools
 import os
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from kvcache.buffers import new_buffer
 from kvcache.errors import FormatError
@@ -38,6 +43,10 @@ from kvcache.records import Buffer, Name
 NONCE = struct.Struct("<4sQ")
 OPENING = struct.Struct("<I")  # what the first 4 bytes are in a durable store
 CRC_TRAILER = struct.Struct("<I12x")
+PIECE_BYTES = 1 << 20  # well within a core's second cache, and long enough that calls do not count
+
+Fill: TypeAlias = Callable[[int, memoryview], None]
+"""Brings the record's bytes from an offset on, as many as the view has room for; it raises where it cannot."""
 
 
 class Scratch:
@@ -63,10 +72,10 @@ class Seal(Protocol):
         """
         ...
 
-    def open(self, expected: Name, data: memoryview) -> Buffer:
-        """The payload of the whole record `data`; FormatError if anything differs from what was sealed as `expected`.
+    def open(self, expected: Name, length: int, fill: Fill, scratch: Scratch) -> Buffer:
+        """The payload of a record of `length` bytes. FormatError if anything differs from what was sealed as it.
 
-        The result shares memory with `data` unless `copies` is true.
+        What `fill` raises comes through. `scratch` is free again at the end.
         """
         ...
 
@@ -79,34 +88,28 @@ class Seal(Protocol):
         """Header flags of every record it seals."""
         ...
 
-    @property
-    def copies(self) -> bool:
-        """Whether `open` returns memory of its own, so that `data` may be a scratch buffer."""
-        ...
-
 
 class AesGcmSeal:
     """AES-256-GCM with the header as associated data; the default."""
 
     flags = FLAG_SEALED
-    copies = True
 
     def __init__(self, key: bytes | None = None, *, nonce_prefix: bytes | None = None) -> None:
-        self._cipher = AESGCM(key if key is not None else AESGCM.generate_key(256))
+        self._key = key if key is not None else AESGCM.generate_key(256)
         self._prefix = nonce_prefix if nonce_prefix is not None else os.urandom(4)
         self._counter = itertools.count()  # next() is atomic under the interpreter lock
 
-    def cipher(self, key_id: int) -> AESGCM:
-        """The cipher of one key; FormatError if there is none."""
+    def key(self, key_id: int) -> bytes:
+        """One key; FormatError if there is none."""
         del key_id
-        return self._cipher
+        return self._key
 
     def knows(self, key_id: int) -> bool:
         del key_id
         return True
 
     def seal(self, record: Name, payload: Buffer, scratch: Scratch, *, key_id: int = 0) -> Sequence[Buffer]:
-        cipher = self.cipher(key_id)
+        cipher = AESGCM(self.key(key_id))
         nonce = NONCE.pack(self._prefix, next(self._counter))
         header = encode_record_header(
             RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags, nonce=nonce, key_id=key_id)
@@ -115,14 +118,21 @@ class AesGcmSeal:
         cipher.encrypt_into(nonce, payload, header, sealed)
         return (header, sealed)
 
-    def open(self, expected: Name, data: memoryview) -> Buffer:
-        header = check_header(expected, data, flags=self.flags)
+    def open(self, expected: Name, length: int, fill: Fill, scratch: Scratch) -> Buffer:
+        head, header = _read_header(expected, length, fill, self.flags)
+        opening = Cipher(AES(self.key(header.key_id)), GCM(header.nonce)).decryptor()
+        opening.authenticate_additional_data(head)
         payload = new_buffer(header.payload_bytes)
+        for at in range(0, len(payload), PIECE_BYTES):
+            clear = payload[at : at + PIECE_BYTES]
+            sealed = scratch.take(len(clear))
+            fill(len(head) + at, sealed)
+            opening.update_into(sealed, clear)
+        tag = bytearray(TRAILER_BYTES)
+        fill(len(head) + len(payload), memoryview(tag))
         try:
-            self.cipher(header.key_id).decrypt_into(
-                header.nonce, data[RECORD_HEADER.size :], bytes(data[: RECORD_HEADER.size]), payload
-            )
-        except InvalidTag:
+            opening.finalize_with_tag(bytes(tag))
+        except InvalidTag:  # nobody sees what came out
             raise FormatError("authentication tag does not match") from None
         return payload.toreadonly()
 
@@ -135,7 +145,6 @@ class ChecksumSeal:
     """
 
     flags = 0
-    copies = False
 
     def knows(self, key_id: int) -> bool:
         del key_id
@@ -145,12 +154,19 @@ class ChecksumSeal:
         header = encode_record_header(
             RecordHeader(record=record, payload_bytes=len(payload), flags=self.flags, key_id=key_id)
         )
-        return (header, payload, _checksum(header, payload))
+        return (header, payload, CRC_TRAILER.pack(zlib.crc32(payload, _checksum_of(header))))
 
-    def open(self, expected: Name, data: memoryview) -> Buffer:
-        check_header(expected, data, flags=self.flags)
-        payload = data[RECORD_HEADER.size : -TRAILER_BYTES]
-        if data[-TRAILER_BYTES:] != _checksum(data[: RECORD_HEADER.size], payload):
+    def open(self, expected: Name, length: int, fill: Fill, scratch: Scratch) -> Buffer:
+        head, header = _read_header(expected, length, fill, self.flags)
+        checksum = _checksum_of(head)
+        payload = new_buffer(header.payload_bytes)
+        for at in range(0, len(payload), PIECE_BYTES):
+            piece = payload[at : at + PIECE_BYTES]
+            fill(len(head) + at, piece)
+            checksum = zlib.crc32(piece, checksum)
+        trailer = bytearray(TRAILER_BYTES)
+        fill(len(head) + len(payload), memoryview(trailer))
+        if trailer != CRC_TRAILER.pack(checksum):
             raise FormatError("payload checksum does not match")
         return payload.toreadonly()
 
@@ -161,19 +177,25 @@ def sequence_of(nonce: bytes) -> tuple[int, int]:
     return OPENING.unpack(prefix)[0], counter
 
 
-def _checksum(header: Buffer, payload: Buffer) -> bytes:
-    # The header's own CRC must stay out: any text followed by its CRC leaves CRC32 in the same state, and the sum would
-    # no longer depend on the header.
-    return CRC_TRAILER.pack(zlib.crc32(payload, zlib.crc32(header[: -CRC.size])))
-
-
-def check_header(expected: Name, data: memoryview, *, flags: int) -> RecordHeader:
-    """The header of the whole record `data`; FormatError if it has another name, length or flags."""
-    header = decode_record_header(data)
+def check_header(expected: Name, head: Buffer, length: int, *, flags: int) -> RecordHeader:
+    """The header of a record of `length` bytes; FormatError if it has another name, length or flags."""
+    header = decode_record_header(head)
     if header.record != expected:
         raise FormatError(f"holds {header.record}")
-    if header.record_bytes != len(data):
-        raise FormatError(f"{len(data)} bytes where its header says {header.record_bytes}")
+    if header.record_bytes != length:
+        raise FormatError(f"{length} bytes where its header says {header.record_bytes}")
     if header.flags != flags:
         raise FormatError(f"flags {header.flags:#x} in a store that writes {flags:#x}")
     return header
+
+
+def _read_header(expected: Name, length: int, fill: Fill, flags: int) -> tuple[bytes, RecordHeader]:
+    head = bytearray(min(length, RECORD_HEADER.size))
+    fill(0, memoryview(head))
+    return bytes(head), check_header(expected, head, length, flags=flags)
+
+
+def _checksum_of(header: Buffer) -> int:
+    # The header's own CRC must stay out: any text followed by its CRC leaves CRC32 in the same state, and the sum would
+    # no longer depend on the header.
+    return zlib.crc32(header[: -CRC.size])

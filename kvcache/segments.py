@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvcache.buffers import new_buffer
 from kvcache.errors import CorruptRecord, DiskFull, FormatError, UnreadableRecord
 from kvcache.format import (
     MAX_PAYLOAD_BYTES,
@@ -222,9 +221,10 @@ class SegmentLog:
 
         Two threads may read at once if one of them brings a `scratch` of its own, and nothing else runs meanwhile.
         """
-        data = self._read(record, extent, (scratch or self._scratch) if self._seal.copies else None)
         try:
-            return self._seal.open(record, data)
+            return self._seal.open(
+                record, extent.length, lambda at, into: self._fill(record, extent, at, into), scratch or self._scratch
+            )
         except FormatError as error:
             raise CorruptRecord(record, str(error)) from error
 
@@ -234,9 +234,10 @@ class SegmentLog:
         The header is checked here (CorruptRecord, UnreadableRecord), the payload when it is next read. OSError and
         DiskFull as in `append`.
         """
-        data = self._read(record, extent, self._scratch)
+        data = self._scratch.take(extent.length)
+        self._fill(record, extent, 0, data)
         try:
-            check_header(record, data, flags=self._seal.flags)
+            check_header(record, data, extent.length, flags=self._seal.flags)
         except FormatError as error:
             raise CorruptRecord(record, str(error)) from error
         return self._append((data,), record, extent.length)
@@ -358,15 +359,13 @@ class SegmentLog:
             segment.ghosts.add(key)
             self._ghosts[key] += 1
 
-    def _read(self, record: Name, extent: Extent, scratch: Scratch | None) -> memoryview:
-        data = scratch.take(extent.length) if scratch is not None else new_buffer(extent.length)
+    def _fill(self, record: Name, extent: Extent, at: int, into: memoryview) -> None:
         try:
-            found = self._storage.read_into(extent.segment, extent.offset, data)
+            found = self._storage.read_into(extent.segment, extent.offset + at, into)
         except OSError as error:
             raise UnreadableRecord(record, str(error)) from error
-        if found < extent.length:
-            raise CorruptRecord(record, f"the file ends {extent.length - found} bytes early")
-        return data
+        if found < len(into):
+            raise CorruptRecord(record, f"the file ends {extent.length - at - found} bytes early")
 
     def _capacity(self) -> int:
         """Bytes that the files may have now: the budget, or less if the file system is nearly full."""

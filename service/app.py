@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache.cache import CacheLimits, PrefixCache
+from kvcache.export import ExchangeKey
+from kvcache.keys import read_key_file
 from kvcache.store import StoreConfig, TieredStore
 from service.config import Config
 from service.config_values import split_page_address
@@ -131,16 +133,17 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
     """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
 
     Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
-    a durable store and it cannot be opened; CannotStart if metrics or the inspector have no address to be at,
-    TracesUnavailable without what makes traces.
+    an exchange key or a durable store and it cannot be read or opened; CannotStart if metrics or the inspector have no
+    address to be at, TracesUnavailable without what makes traces.
     """
     access = Access(config)
+    exchange_key = ExchangeKey(read_key_file(config.exchange_key)) if config.exchange_key is not None else None
     durable: OpenStore | None = None
     if config.store_dir is not None:
         durable = open_store(config.store_dir, KeySource(file=config.key_file, command=config.key_command))
     tracer = otlp_tracer() if config.traces == "otlp" else NoTracer()
     try:
-        core = Core(config, model_name, loader(config, folder, model_name, durable), durable, tracer)
+        core = Core(config, model_name, loader(config, folder, model_name, durable), durable, tracer, exchange_key)
         await core.start()
         metrics: MetricsServer | None = None
         inspector: Inspector | None = None

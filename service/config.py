@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ _AT_LEAST_ONE = (
     "max_connections",
     "max_owner_calls",
 )
+_INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # goes into a header, and a host's name will do
 _LONGEST_SOCKET_PATH = 103  # macOS; Linux takes four more
 
 
@@ -54,6 +56,7 @@ class Config:
     max_owner_running: int | None = None  # None: see `owner_running`; 0: no limit
     request_seconds: float = 60.0
     model: str = "smollm2"
+    instance: str = ""  # "": the store's own, which lasts as long as it, or one of this process
     max_batch: int = 8
     max_queue: int = 64
     max_request_bytes: int = 64 * MIB
@@ -76,6 +79,7 @@ class Config:
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
+    exchange_key: Path | None = None  # None: no snapshot comes from, or goes to, another instance
     checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS.policy
     state_spacing: int = DEFAULT_CHECKPOINTS.state_spacing
     daily_write_bytes: int | None = None  # None: no limit
@@ -103,6 +107,11 @@ class Config:
             raise ConfigError(f"unix_socket: the system takes at most {_LONGEST_SOCKET_PATH} bytes of path")
         if not self.model:
             raise ConfigError("model: must be a name or a folder")
+        if self.instance and not _INSTANCE.fullmatch(self.instance):
+            raise ConfigError(
+                "instance: must be 1 to 63 ASCII letters, digits, dots, dashes and underscores, and begin with one of "
+                f'the first two, is "{self.instance}"'
+            )
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")

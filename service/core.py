@@ -1,8 +1,8 @@
 """The service behind gRPC: builds what serves calls, brackets its life, and tells about the process.
 
 Implements `core_api.Inference`; `Generations`, `Derivations` and `Directory` do the work. The model is loaded on the
-engine thread, which owns every MLX object; until then inference calls are refused with MODEL_LOADING, and there are no
-snapshots yet.
+engine thread, which owns every MLX object; until then inference calls are refused with MODEL_LOADING. There are no
+snapshots yet: calls about names find none, or are refused in the same way where a durable store may hold some.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import PrefixCache
+from kvcache.export import ExchangeKey
 from service.calls import Calls
 from service.config import Config
 from service.derivations import Derivations
@@ -33,6 +34,7 @@ from service.events import (
     ServerView,
     StatsView,
 )
+from service.exchange import Exchange
 from service.gate import Gate
 from service.generations import Generations
 from service.handles import Handles
@@ -64,13 +66,16 @@ class Core:
         load: Callable[[], Loaded],
         store: OpenStore | None = None,
         tracer: Tracer | None = None,
+        exchange_key: ExchangeKey | None = None,
     ) -> None:
         """`load` runs on the engine thread; it raises with a text that says what is wrong with the model.
 
-        `store`: the durable store that `load` uses, which gives the instance a name that outlives the process.
+        `store`: the durable store that `load` uses, which gives the instance a name that outlives the process unless
+        the settings give it one.
+        `exchange_key`: signs snapshots for other instances; None: there are none.
         """
         model = ModelView(name=f"models/{model_name}", state=ModelState.LOADING)
-        instance = f"kvfork-{store.instance if store else secrets.token_hex(8)}"
+        instance = config.instance or f"kvfork-{store.instance if store else secrets.token_hex(8)}"
         self._rt = Runtime(config, model, instance=instance, tracer=tracer or NoTracer())
         self.meter = self._rt.meter
         self.observer = Calls(self._rt.meter, self._rt.tracer)
@@ -96,6 +101,10 @@ class Core:
         self.update_snapshot = directory.update_snapshot
         self.extend_snapshots = directory.extend_snapshots
         self.delete_snapshot = directory.delete_snapshot
+        exchange = Exchange(self._rt, exchange_key)
+        self.export_snapshot = exchange.export_snapshot
+        self.check_import = exchange.check_import
+        self.import_snapshot = exchange.import_snapshot
         self._watches = Watches(self._boot_id, most=config.max_watches)
         self.watch_snapshots = self._watches.watch
         self.end_watches = self._watches.close
@@ -181,6 +190,7 @@ class Core:
                 name
                 for name, on in (
                     ("durable", c.store_dir is not None),
+                    ("exchange", c.exchange_key is not None),
                     ("share_decoded", c.share_decoded),
                     ("share_prefixes", c.share_prefixes),
                 )

@@ -10,7 +10,10 @@ from service.events import (
     Counted,
     Created,
     Event,
+    ExportPiece,
     Forked,
+    ImportCheck,
+    Imported,
     ModelView,
     RolledBack,
     RowView,
@@ -22,9 +25,11 @@ from service.events import (
 from service.request import (
     CountTokensCall,
     CreateSnapshotCall,
+    ExportCall,
     ForkCall,
     GenerateCall,
     RollbackCall,
+    SaveOptions,
     SnapshotChange,
 )
 
@@ -111,6 +116,18 @@ class Inference(Protocol):
         self, name: str, owner: str, *, descendants: bool, stop_active: bool, allow_missing: bool
     ) -> list[str]:
         """Names dropped."""
+        ...
+
+    def export_snapshot(self, call: ExportCall, owner: str, /) -> AsyncIterator[ExportPiece]:
+        """A snapshot's bytes for another instance, in order. Closing the iterator lets go of what it reads."""
+        ...
+
+    async def check_import(self, manifest: bytes, owner: str, /) -> ImportCheck:
+        """What of an export is here already; `manifest` is its beginning."""
+        ...
+
+    async def import_snapshot(self, options: SaveOptions, data: AsyncIterator[bytes], owner: str, /) -> Imported:
+        """Takes a snapshot in, all or nothing."""
         ...
 
     def server(self) -> ServerView: ...

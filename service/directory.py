@@ -30,6 +30,7 @@ class Directory:
     def list_snapshots(
         self, owner: str, *, after: tuple[float, str] | None, limit: int, labels: dict[str, str], parent: str
     ) -> list[SnapshotView]:
+        self._rt.check_names()
         if self._rt.handles is None or self._rt.loaded is None:
             return []
         wanted_parent = parent.removeprefix("snapshots/")

@@ -12,6 +12,7 @@
     ├── ImageNotHeld / ImageMemory
     ├── ConstraintFailed      no token fits the constraint any more
     ├── WatchOverflow / WatchQuota / ResumeTokenExpired
+    ├── ExchangeQuota / ExchangeKeyDiffers / ExportUnreadable / ExportDamaged / ExportIncomplete / FingerprintDiffers
     ├── RequestInProgress / RequestIdReused / PageTokenInvalid / ImmutableField
     ├── Unauthenticated / AdminRequired / CallQuota / SlowReader / SlowSender
     └── Internal              ours: fixed text, incident id
@@ -254,6 +255,42 @@ class WatchQuota(CallError):
     """Too many watches of one owner."""
 
     reason = "WATCH_QUOTA"
+
+
+class ExchangeQuota(CallError):
+    """Too many exports and imports of one owner, or of all, are under way."""
+
+    reason = "EXCHANGE_QUOTA"
+
+
+class ExchangeKeyDiffers(CallError):
+    """An export was signed with another instance's key."""
+
+    reason = "EXCHANGE_KEY_DIFFERS"
+
+
+class ExportUnreadable(CallError):
+    """What was to be an export is none, or of a version that this server does not know."""
+
+    reason = "EXPORT_UNREADABLE"
+
+
+class ExportDamaged(CallError):
+    """A part of an export is not what was signed: DATA_LOSS, by the name of the record."""
+
+    reason = "EXPORT_DAMAGED"
+
+
+class ExportIncomplete(CallError):
+    """An export ends too soon, or what was left out of it is gone: to be asked for anew."""
+
+    reason = "EXPORT_INCOMPLETE"
+
+
+class FingerprintDiffers(ModelChanged):
+    """A snapshot of another model, or of other software: its state means nothing here."""
+
+    reason = "FINGERPRINT_DIFFERS"
 
 
 class SlowSender(CallError):

@@ -270,6 +270,44 @@ class Watched:
     resume_token: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportView:
+    """What is in an export; sizes in bytes."""
+
+    snapshot: SnapshotView
+    records: int
+    held_records: int  # left out
+    bytes: int
+    state_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPiece:
+    """The next bytes of an export. `about` comes with the first."""
+
+    data: bytes = field(repr=False)
+    about: ExportView | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportCheck:
+    """What of an export is here already, by record ids of 33 bytes."""
+
+    held: tuple[bytes, ...]
+    missing_records: int
+    missing_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A snapshot that came from another instance, and what came with it."""
+
+    snapshot: SnapshotView
+    received_records: int
+    received_bytes: int
+    held_records: int
+
+
 class ModelState(enum.Enum):
     """Whether a model can be used."""
 

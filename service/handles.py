@@ -125,6 +125,7 @@ def keep_of(options: SaveOptions, *, durable_store: bool) -> Keep:
         pinned=options.pinned,
         labels=options.labels,
         durable=durable,
+        lineage=options.lineage,
     )
 
 

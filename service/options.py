@@ -40,7 +40,7 @@ FILE_VARIABLE = "KVFORK_CONFIG"
 SECRET = frozenset({"key_command", "token_command"})
 
 # Read elsewhere: the first two by the model commands, the others by the commands that talk to a server (which read the
-# address as well).
+# address and the instance as well).
 FOREIGN_VARIABLES = frozenset(
     {
         "KVFORK_CACHE_DIR",
@@ -153,6 +153,14 @@ OPTIONS = (
     ),
     Option("model", str, "NAME|FOLDER", "a name from `kvfork models list`, or a folder with an MLX model"),
     Option(
+        "instance",
+        str,
+        "NAME",
+        "what this server is called among replicas: its snapshots carry the name, a proxy routes by it, and calls for "
+        "another instance are refused; no two may have the same, and a restart on the same store has to keep it "
+        "(default: the durable store's own, else one of this process)",
+    ),
+    Option(
         "max_batch",
         parse_count,
         "N",
@@ -245,6 +253,13 @@ OPTIONS = (
         str,
         "COMMAND",
         "prints the durable store's master key, as a key file holds it; run without a shell",
+    ),
+    Option(
+        "exchange_key",
+        parse_path,
+        "FILE",
+        "lets snapshots be exported, and those of other instances be imported: the key that signs and checks them, the "
+        "same for all that trust each other, 32 bytes or 64 hexadecimal digits in a file of mode 0600",
     ),
     Option(
         "checkpoints",

@@ -168,6 +168,16 @@ class SaveOptions:
     pinned: bool = False
     labels: tuple[tuple[str, str], ...] = ()
     durability: Durability = Durability.MEMORY
+    lineage: tuple[str, ...] = ()  # of one that comes from another instance: ids that it was derived from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportCall:
+    """A snapshot to write out. `held`: records to leave out, by their ids."""
+
+    name: str
+    manifest_only: bool = False
+    held: frozenset[bytes] = frozenset()
 
 
 class Landmark(enum.Enum):

@@ -157,14 +157,9 @@ class Runtime:
                 metadata={"namesSnapshot": "true"} if names_snapshot else {},
                 retry_after=None if names_snapshot else 1.0,
             )
-        if self.model_view.state is ModelState.FAILED:
-            raise EngineDown(
-                f"{self.model_view.name} could not be loaded", hint="see the server's log", retry_after=5.0
-            )
-        if self.loaded is None or self.handles is None or self.model_view.state is ModelState.LOADING:
-            raise ModelLoading(
-                f"{self.model_view.name} is being loaded", metadata={"model": self.model_view.name}, retry_after=1.0
-            )
+        away = self.model_view.state in (ModelState.LOADING, ModelState.FAILED)
+        if away or self.loaded is None or self.handles is None:
+            raise self._not_loaded()
         if not self.loop.is_alive(self.config.watchdog_seconds):
             raise EngineDown("the model does not answer", hint="the server's log says why", retry_after=5.0)
         return self.loaded, self.handles
@@ -175,9 +170,22 @@ class Runtime:
         return "durable snapshots are there again after a restart, others end with it"
 
     def need_store(self, name: str) -> Handles:
+        """Names to look `name` up in. Raises SnapshotNotFound before there are any, or what `check_names` does."""
+        self.check_names()
         if self.handles is None:
             raise SnapshotNotFound(f"there is no snapshot {name}", resource=(RESOURCE, name))
         return self.handles
+
+    def check_names(self) -> None:
+        """Raises ModelLoading or EngineDown while a durable store is not read yet: what it holds is not gone."""
+        if self.handles is None and self.config.store_dir is not None:
+            raise self._not_loaded()
+
+    def _not_loaded(self) -> ModelLoading | EngineDown:
+        name = self.model_view.name
+        if self.model_view.state is ModelState.FAILED:
+            return EngineDown(f"{name} could not be loaded", hint="see the server's log", retry_after=5.0)
+        return ModelLoading(f"{name} is being loaded", metadata={"model": name}, retry_after=1.0)
 
     async def on_text_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)

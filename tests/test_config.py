@@ -81,6 +81,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "request_seconds": "23s",
         "share_prefixes": "on",
         "model": "gemma3",
+        "instance": "kvfork-0",
         "max_images": "24",
         "max_image_bytes": "25MiB",
         "max_image_pixels": "2097152",
@@ -103,6 +104,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "store_dir": "/var/lib/k",
         "key_file": "/etc/k.key",
         "key_command": "",
+        "exchange_key": "/etc/k/exchange.key",
         "checkpoints": "Marks",
         "state_spacing": "2",
         "daily_write_bytes": "17MiB",
@@ -139,6 +141,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         request_seconds=23.0,
         share_prefixes=True,
         model="gemma3",
+        instance="kvfork-0",
         max_images=24,
         max_image_bytes=25 * MIB,
         max_image_pixels=2097152,
@@ -160,6 +163,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         scratch_dir=Path("/var/tmp/k"),
         store_dir=Path("/var/lib/k"),
         key_file=Path("/etc/k.key"),
+        exchange_key=Path("/etc/k/exchange.key"),
         checkpoints=CheckpointPolicy.MARKS,
         state_spacing=2,
         daily_write_bytes=17 * MIB,
@@ -269,6 +273,17 @@ def test_loopback_addresses(address, split):
 
 REACHABLE = ["0.0.0.0:50051", "[::]:50051", "192.168.1.5:50051", "10.0.0.1:1", "[fe80::1]:1"]
 TLS = {"tls_cert": Path("c"), "tls_key": Path("k")}
+
+
+@pytest.mark.parametrize("name", ["a", "kvfork-0", "Kvfork_0.west", "9" * 63])
+def test_instances_that_a_header_and_a_route_can_name(name):
+    assert configured("--instance", name).instance == name
+
+
+@pytest.mark.parametrize("name", ["_a", ".a", "a b", "a,b", "a:1", "ä", "a\n", "9" * 64])
+def test_instances_that_they_cannot(name):
+    with pytest.raises(ConfigError, match=r"^instance: must be 1 to 63 ASCII letters"):
+        configured("--instance", name)
 
 
 @pytest.mark.parametrize("address", [*REACHABLE, "example.org:50051", ":50051"])

@@ -23,6 +23,20 @@ const (
 	DeadlineUnmet Reason = "DEADLINE_UNMET"
 	// UNAVAILABLE. The model's thread is dead or stuck: restart the server.
 	EngineDown Reason = "ENGINE_DOWN"
+	// FAILED_PRECONDITION. metadata: have, want (what tells the keys apart).
+	ExchangeKeyDiffers Reason = "EXCHANGE_KEY_DIFFERS"
+	// RESOURCE_EXHAUSTED. metadata: limit.
+	ExchangeQuota Reason = "EXCHANGE_QUOTA"
+	// UNIMPLEMENTED. Start the servers with an exchange key.
+	ExchangeUnsupported Reason = "EXCHANGE_UNSUPPORTED"
+	// DATA_LOSS. metadata: record.
+	ExportDamaged Reason = "EXPORT_DAMAGED"
+	// ABORTED. metadata: record.
+	ExportIncomplete Reason = "EXPORT_INCOMPLETE"
+	// INVALID_ARGUMENT. Send an export as it is, from its first byte on.
+	ExportUnreadable Reason = "EXPORT_UNREADABLE"
+	// FAILED_PRECONDITION. A snapshot of another model or other software. metadata: have, want, model.
+	FingerprintDiffers Reason = "FINGERPRINT_DIFFERS"
 	// RESOURCE_EXHAUSTED. Nothing was created. metadata: needBytes, freeBytes.
 	ForkMemory Reason = "FORK_MEMORY"
 	// INVALID_ARGUMENT. Send an encoded PNG, JPEG or WebP file.

@@ -38,6 +38,12 @@ def connection_flags(environ: Mapping[str, str] = os.environ) -> argparse.Argume
         variable = "KVFORK_" + flag.removeprefix("--").replace("-", "_").upper()
         found = environ.get(variable) or None
         group.add_argument(flag, type=Path, default=found and Path(found), metavar=metavar, help=f"{text} [{variable}]")
+    group.add_argument(
+        "--instance",
+        default=environ.get("KVFORK_INSTANCE") or "",
+        metavar="NAME",
+        help="the server to ask, behind a proxy in front of several [KVFORK_INSTANCE]",
+    )
     group.add_argument("--tls", action="store_true", help="speak TLS and trust the system's authorities")
     group.add_argument("--timeout", type=positive_seconds, metavar="S", help="give up after this many seconds")
     group.add_argument("--json", action="store_true", help="print one JSON object per line")
@@ -151,7 +157,9 @@ def connect(args: argparse.Namespace) -> Client:
     if (args.client_cert is None) != (args.client_key is None):
         raise UsageError("--client-cert and --client-key go together")
     try:
-        return Client(args.address, token=_token(args.token_file), tls=tls, timeout=args.timeout)
+        return Client(
+            args.address, token=_token(args.token_file), tls=tls, timeout=args.timeout, instance=args.instance
+        )
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
 

@@ -19,6 +19,7 @@ examples:
   kvfork snapshots watch --label task=42               until Ctrl-C
   kvfork snapshots extend plan-0001 plan-0002 --ttl 3600
   kvfork snapshots delete plan-0001 --descendants
+  kvfork snapshots copy plan-0001 --to 127.0.0.1:50052
 """
 FORK_EPILOG = """\
 examples:

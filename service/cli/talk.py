@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from service.cli import chat, flags, generate, health, output, plan, snapshots, top
+from service.cli import chat, exchange, flags, generate, health, output, plan, snapshots, top
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -23,7 +23,12 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         _add(subparsers, "generate", "generate text from a prompt or a snapshot", generate.run, generate.EPILOG, both)
     )
     group = _add(
-        subparsers, "snapshots", "list, get, watch, delete and extend snapshots", None, snapshots.SNAPSHOTS_EPILOG, []
+        subparsers,
+        "snapshots",
+        "list, get, watch, delete, extend, export, import and copy snapshots",
+        None,
+        snapshots.SNAPSHOTS_EPILOG,
+        [],
     )
     verbs = group.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for name, help_text, add_flags, run_verb in (
@@ -32,6 +37,9 @@ def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         ("watch", "follow what is made, changed and gone", snapshots.add_watch_flags, snapshots.run_watch),
         ("delete", "drop names; state shared with others stays", snapshots.add_delete_flags, snapshots.run_delete),
         ("extend", "keep snapshots alive", snapshots.add_extend_flags, snapshots.run_extend),
+        ("export", "write one to a file, for another server", exchange.add_export_flags, exchange.run_export),
+        ("import", "take one in from a file", exchange.add_import_flags, exchange.run_import),
+        ("copy", "bring one to another server", exchange.add_copy_flags, exchange.run_copy),
     ):
         add_flags(_add(verbs, name, help_text, run_verb, "", [connection]))
     for name, help_text, epilog, add_more, run_it in (

@@ -90,11 +90,25 @@ class Uploads:
                 return None
             return [self._held(upload) for upload in held]
 
-    def release(self, uploads: Sequence[Upload]) -> None:
-        """Gives back one hold on each."""
+    def receive(self, owner: str, tag: MediaTag, file: bytes) -> Upload:
+        """An image that another instance had the file of, held once for the caller. ImageMemory as `put` has it."""
+        with self._lock:
+            upload = self._by_tag.get((owner, tag))
+            if upload is None:
+                self._make_room(len(file))
+                upload = self._by_tag[owner, tag] = Upload(owner, tag, file, None)
+                self._bytes += len(file)
+                upload.digests.add(digest_of(file))
+                self._by_digest[owner, digest_of(file)] = upload
+            return self._held(upload)
+
+    def release(self, uploads: Sequence[Upload], *, forget: bool = False) -> None:
+        """Gives back one hold on each. `forget`: those that nobody else holds go at once."""
         with self._lock:
             for upload in uploads:
                 self._let_go(upload)
+                if forget and (upload.owner, upload.tag) in self._idle:
+                    self._drop(upload)
 
     # What snapshots need
 

@@ -45,6 +45,8 @@ class CountingInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(self._seen(handler.unary_unary, method), **codecs)
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(self._seen(handler.unary_stream, method), **codecs)
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._seen(handler.stream_unary, method), **codecs)
         return handler
 
     def _seen(self, handler: Callable[..., Any], method: str) -> Any:

@@ -62,7 +62,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(self._guarded(handler.unary_unary, method), **codecs)
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(self._guarded(handler.unary_stream, method), **codecs)
-        raise AssertionError(f"{method}: the contract has no client streaming")
+        if handler.stream_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._guarded(handler.stream_unary, method), **codecs)
+        raise AssertionError(f"{method}: the contract has no streams both ways")
 
     def _guarded(self, handler: Callable[..., Any], method: str) -> Any:
         # Streams of ours write to the context instead of yielding, so one wrapper serves both kinds and no generator is

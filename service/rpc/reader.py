@@ -15,7 +15,6 @@ import grpc.aio
 
 from service.core_api import Observer
 from service.errors import SlowReader
-from service.events import Event
 
 
 class Reader:
@@ -27,7 +26,7 @@ class Reader:
     def __init__(
         self,
         context: grpc.aio.ServicerContext[Any, Any],
-        events: AsyncGenerator[Event, None],
+        events: AsyncGenerator[Any, None],
         *,
         patience: float,
         observer: Observer,

@@ -117,9 +117,10 @@ class RpcServer:
         self._inner = inner
         self._background: list[asyncio.Task[None]] = []
         inference = InferenceServicer(core, write_stall=config.write_stall_seconds)
+        snapshots = SnapshotServicer(core, write_stall=config.write_stall_seconds, patience=config.request_seconds)
         servicers: list[tuple[Callable[..., None], object]] = [  # grpc generates these without types
             (inference_service_pb2_grpc.add_InferenceServiceServicer_to_server, inference),
-            (snapshot_service_pb2_grpc.add_SnapshotServiceServicer_to_server, SnapshotServicer(core)),
+            (snapshot_service_pb2_grpc.add_SnapshotServiceServicer_to_server, snapshots),
             (server_service_pb2_grpc.add_ServerServiceServicer_to_server, ServerServicer(core)),
             (health_pb2_grpc.add_HealthServicer_to_server, self._health),
         ]

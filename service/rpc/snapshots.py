@@ -1,4 +1,4 @@
-"""SnapshotService. Owns the order read, ask, write of each RPC and how a listing is paged."""
+"""SnapshotService. Owns the order read, ask, write of each RPC, and how a listing is paged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from kvfork.v1 import snapshot_service_pb2 as pb
 from kvfork.v1 import snapshot_service_pb2_grpc as pb_grpc
 
 from service.core_api import Inference
-from service.events import Watched
-from service.rpc import mapping_out, mapping_snapshots
+from service.events import ExportPiece, Watched
+from service.rpc import mapping_exchange, mapping_out, mapping_snapshots
 from service.rpc.caller import caller_of
+from service.rpc.coming import Coming
 from service.rpc.paging import encode_place
-from service.rpc.reader import written
+from service.rpc.reader import Reader, written
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -25,8 +26,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
     """The calls that need the store but not the model."""
 
-    def __init__(self, core: Inference) -> None:
+    def __init__(self, core: Inference, *, write_stall: float, patience: float) -> None:
+        """Seconds: that one write of an export may block, that one message of an import may take to arrive."""
         self._core = core
+        self._write_stall = write_stall
+        self._patience = patience
         self._limits = core.server().limits
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Context) -> pb.GetSnapshotResponse:
@@ -86,3 +90,30 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         async with aclosing(cast(AsyncGenerator[Watched, None], watch)) as events:
             async for watched in events:
                 await written(context, mapping_out.write_watched(watched))
+
+    async def ExportSnapshot(self, request: pb.ExportSnapshotRequest, context: Context) -> None:
+        """Writes one message per piece. A reader that stops for too long is ended: what is read for it is pinned."""
+        call = mapping_exchange.read_export(request)
+        pieces = cast(AsyncGenerator[ExportPiece, None], self._core.export_snapshot(call, caller_of(context)))
+        async with Reader(context, pieces, patience=self._write_stall, observer=self._core.observer) as reader:
+            async for piece in pieces:
+                await reader.write(mapping_exchange.write_piece(piece))
+
+    async def CheckImport(self, request: pb.CheckImportRequest, context: Context) -> pb.CheckImportResponse:
+        return mapping_exchange.write_check(await self._core.check_import(request.manifest, caller_of(context)))
+
+    async def ImportSnapshot(self, messages: object, context: Context) -> pb.ImportSnapshotResponse:
+        """Reads for itself: gRPC holds back a sender that is faster than the store."""
+        del messages
+        coming = Coming(context, patience=self._patience)
+        first = await coming.first()
+        options = mapping_exchange.read_options(first, self._limits)
+
+        async def data() -> AsyncGenerator[bytes, None]:
+            yield first.data
+            async for message in coming.others():
+                yield mapping_exchange.read_data(message)
+
+        async with aclosing(data()) as pieces:
+            imported = await self._core.import_snapshot(options, pieces, caller_of(context))
+        return mapping_exchange.write_imported(imported)

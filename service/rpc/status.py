@@ -68,6 +68,12 @@ CODES: dict[type[CallError], grpc.StatusCode] = {
     errors.WatchOverflow: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.WatchQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ResumeTokenExpired: grpc.StatusCode.OUT_OF_RANGE,
+    errors.ExchangeQuota: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.ExchangeKeyDiffers: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ExportUnreadable: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ExportDamaged: grpc.StatusCode.DATA_LOSS,
+    errors.ExportIncomplete: grpc.StatusCode.ABORTED,
+    errors.FingerprintDiffers: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SlowSender: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.AdminRequired: grpc.StatusCode.PERMISSION_DENIED,
@@ -82,6 +88,7 @@ _RETRY_SECONDS: dict[type[CallError], float] = {
     errors.Draining: 5.0,  # for another instance, or this one's successor
     errors.QueueFull: 1.0,
     errors.CallQuota: 1.0,
+    errors.ExchangeQuota: 1.0,
 }
 
 # Limits per caller or per server: these carry a QuotaFailure. ForkMemory and SlowReader are no quota.
@@ -91,6 +98,7 @@ _QUOTAS = (
     errors.SnapshotQuota,
     errors.StoreFull,
     errors.WatchQuota,
+    errors.ExchangeQuota,
     errors.ImageMemory,
 )
 

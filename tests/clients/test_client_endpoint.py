@@ -45,7 +45,7 @@ def test_a_token_does_not_cross_a_network_in_the_clear() -> None:
     secure = endpoint("example.org:1", token="secret", tls=True, retry=True)
     local = endpoint("127.0.0.1:1", token="secret", tls=None, retry=True)
     assert (secure.tls, local.tls) == (Tls(), None)
-    assert secure.metadata == local.metadata == (("authorization", "Bearer secret"),)
+    assert secure.metadata() == local.metadata() == (("authorization", "Bearer secret"),)
 
 
 @pytest.mark.parametrize("token", ["secret\n", "two words", "päss", "a\x00b"])

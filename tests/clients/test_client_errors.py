@@ -89,6 +89,13 @@ ROWS: list[tuple[str, str, type[e.KVForkError], dict[str, str]]] = [
     ("RESOURCE_EXHAUSTED", "SLOW_READER", e.SlowReader, {}),
     ("DEADLINE_EXCEEDED", "DEADLINE_UNMET", e.DeadlineUnmet, {}),
     ("UNIMPLEMENTED", "UNSUPPORTED", e.Unimplemented, {}),
+    ("UNIMPLEMENTED", "EXCHANGE_UNSUPPORTED", e.ExchangeUnsupported, {}),
+    ("RESOURCE_EXHAUSTED", "EXCHANGE_QUOTA", e.ExchangeQuota, {"limit": "4"}),
+    ("FAILED_PRECONDITION", "EXCHANGE_KEY_DIFFERS", e.ExchangeKeyDiffers, {"have": "a", "want": "b"}),
+    ("FAILED_PRECONDITION", "FINGERPRINT_DIFFERS", e.FingerprintDiffers, {"have": "a", "want": "b"}),
+    ("INVALID_ARGUMENT", "EXPORT_UNREADABLE", e.ExportUnreadable, {}),
+    ("DATA_LOSS", "EXPORT_DAMAGED", e.ExportDamaged, {"record": "full 0011223344556677"}),
+    ("ABORTED", "EXPORT_INCOMPLETE", e.ExportIncomplete, {"record": "full 0011223344556677"}),
     ("UNKNOWN", "", e.Unknown, {}),
     ("FAILED_PRECONDITION", "A_REASON_OF_TOMORROW", e.FailedPrecondition, {"fact": "1"}),
 ]

@@ -21,6 +21,7 @@ PAIRS = [
     (package.Snapshot, package.AsyncSnapshot),
     (package.Generation, package.AsyncGeneration),
     (package.Watch, package.AsyncWatch),
+    (package.Export, package.AsyncExport),
 ]
 # The protocols of the two worlds differ in these.
 RENAMED = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__iter__": "__aiter__", "__next__": "__anext__"}

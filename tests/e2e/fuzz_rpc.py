@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import random
+import secrets
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -21,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -86,6 +89,7 @@ class Pool:
     snapshots: list[str] = field(default_factory=list)
     generations: list[str] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)  # of pages and watches
+    exports: list[bytes] = field(default_factory=list)
     requests: list[str] = field(default_factory=lambda: [str(uuid.UUID(int=i, version=4)) for i in range(20)])
 
     def learn(self, message: Message) -> None:
@@ -177,6 +181,10 @@ class Maker:
         if kind == field_type.TYPE_STRING:
             return self.text(descriptor.name, wild=wild)
         if kind == field_type.TYPE_BYTES:
+            if descriptor.name == "data" and descriptor.containing_type.name == "ImportSnapshotRequest" and not wild:
+                return b""  # what follows is the export
+            if descriptor.name == "manifest" and self.pool.exports:
+                return self.rng.choice(self.pool.exports)
             return self.rng.choice((b"", PNG, PNG[:40], self.rng.randbytes(32), self.rng.randbytes(500)))
         if kind == field_type.TYPE_BOOL:
             return self.rng.random() < 0.5
@@ -236,6 +244,7 @@ class Rpc:
     request: type[Message]
     response: type[Message]
     streams: bool
+    sends: bool  # its caller streams
 
     @property
     def quick(self) -> bool:
@@ -249,7 +258,8 @@ def rpcs() -> list[Rpc]:
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 kinds = [getattr(module, kind.name) for kind in (method.input_type, method.output_type)]
-                found.append(Rpc(f"/{service.full_name}/{method.name}", *kinds, method.server_streaming))
+                path = f"/{service.full_name}/{method.name}"
+                found.append(Rpc(path, *kinds, method.server_streaming, method.client_streaming))
     return found
 
 
@@ -282,28 +292,47 @@ class Client:
             data = self.damaged(data)
         deadline = QUICK_SECONDS if rpc.quick else self.rng.choice((0.02, 0.3, 2.0))
         make: Callable[..., Any] = self.channel.unary_stream if rpc.streams else self.channel.unary_unary
+        sent: Any = data
+        if rpc.sends:
+            make, sent = self.channel.stream_unary, iter([data, *self.more(rpc)])
         call = make(rpc.path, request_serializer=lambda data: data, response_deserializer=rpc.response.FromString)
         try:
             if rpc.streams:
-                self.read(call(data, timeout=deadline))
+                self.read(call(sent, timeout=deadline))
             else:
-                self.pool.learn(call(data, timeout=deadline))
+                self.pool.learn(call(sent, timeout=deadline))
             code = "OK"
         except grpc.RpcError as error:
             code = error.code().name
-            if code in BAD or (code == "DEADLINE_EXCEEDED" and rpc.quick):
+            told = code == "DATA_LOSS" and "Import" in rpc.path  # what was sent is damaged, and nothing of the server's
+            if (code in BAD and not told) or (code == "DEADLINE_EXCEEDED" and rpc.quick):
                 raise Wrong(f"{rpc.path}: {refusal_of(error)}\n{message}\nas {data[:2_000].hex()}") from None
         self.seen[f"{rpc.path.rpartition('/')[2]} {code}"] += 1
 
     def read(self, stream: Any) -> None:
         """To its end, or for a while."""
         left = self.rng.choice((0, 1, 5, 10_000))
+        export = b""
         for message in stream:
             self.pool.learn(message)
+            export += getattr(message, "data", b"")
             left -= 1
             if left <= 0:
                 stream.cancel()
                 return
+        if export:
+            self.pool.exports = [*self.pool.exports[-9:], export]
+
+    def more(self, rpc: Rpc) -> list[bytes]:
+        """Messages behind the first: an export, whole or not, or anything."""
+        rng, exports = self.rng, self.pool.exports
+        if not exports or rng.random() < 0.2:
+            return [self.maker.message(rpc.request).SerializeToString() for _ in range(rng.randrange(4))]
+        export = rng.choice(exports)
+        if rng.random() < 0.3:
+            export = self.damaged(export)
+        size = rng.choice((1_000, 20_000, 1_000_000))
+        return [rpc.request(data=export[at : at + size]).SerializeToString() for at in range(0, len(export), size)]
 
     def damaged(self, data: bytes) -> bytes:
         broken = bytearray(data)
@@ -325,7 +354,12 @@ def fuzz(seconds: float, seed: int, model: str = "tiny-gemma3") -> Counter[str]:
     pool = Pool()
     until = time.monotonic() + seconds
     question = greedy(raw(prompt_of(40)), tokens=12)
-    with LiveServer(model, *FLAGS, inside=True, env={"TESTS_UNHURT": "1"}) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LiveServer(
+            model, *FLAGS, "--exchange-key", exchange_key(folder), inside=True, env={"TESTS_UNHURT": "1"}
+        ) as server,
+    ):
         expected = generate(server, question).ids
         clients = [Client(server.address, f"{seed} {number}", pool, seen) for number in range(CLIENTS)]
         stop = threading.Event()
@@ -343,6 +377,14 @@ def fuzz(seconds: float, seed: int, model: str = "tiny-gemma3") -> Counter[str]:
         for client in clients:
             client.channel.close()
     return seen
+
+
+def exchange_key(folder: str) -> str:
+    """A file with a key that nobody else has."""
+    path = Path(folder) / "exchange.key"
+    path.write_text(secrets.token_hex(32))
+    path.chmod(0o600)
+    return str(path)
 
 
 def check(server: LiveServer, expected: list[int], question: Any) -> None:

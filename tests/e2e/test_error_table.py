@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,8 +17,8 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
 from service.models import resolve
-from service.models.folder import MANIFEST
 from tests.e2e.live import PATIENCE, LiveServer, answer_of, chat, generate, greedy, prompt_of, raw, refusal_of, refused
+from tests.e2e.templates import with_template
 
 pytestmark = [pytest.mark.mlx]
 
@@ -63,6 +61,28 @@ def test_while_the_model_loads_calls_are_told_when_to_come_again() -> None:
     for answer in answers:
         assert (answer.code, answer.reason) == ("UNAVAILABLE", "MODEL_LOADING"), answer
         assert answer.metadata == {"model": "models/tiny-gemma3"} and answer.retry_seconds
+
+
+def test_while_a_durable_store_is_not_read_yet_its_snapshots_are_not_said_to_be_gone(tmp_path: Path) -> None:
+    with LiveServer("tiny-gemma3", "--store-dir", str(tmp_path / "s"), wait=False) as server:
+        get, every = snapshot_pb.GetSnapshotRequest(name=NAME), snapshot_pb.ListSnapshotsRequest()
+        extend = snapshot_pb.ExtendSnapshotsRequest(names=[NAME])
+        delete = snapshot_pb.DeleteSnapshotRequest(name=NAME, allow_missing=True)
+        update = snapshot_pb.UpdateSnapshotRequest(
+            snapshot=pb.Snapshot(name=NAME, pinned=True), update_mask={"paths": ["pinned"]}
+        )
+        answers = [
+            refused(lambda: server.snapshots.GetSnapshot(get)),
+            refused(lambda: server.snapshots.ListSnapshots(every)),
+            refused(lambda: server.snapshots.ExtendSnapshots(extend)),
+            refused(lambda: server.snapshots.DeleteSnapshot(delete)),
+            refused(lambda: server.snapshots.UpdateSnapshot(update)),
+        ]
+        state = server.model().state
+    assert state == server_pb.Model.STATE_LOADING, "it was loaded before it was asked"
+    for answer in answers:
+        assert (answer.code, answer.reason) == ("UNAVAILABLE", "MODEL_LOADING"), answer
+        assert answer.retry_seconds
 
 
 def test_a_call_for_another_instance_is_refused_by_every_method(server: LiveServer) -> None:
@@ -209,20 +229,6 @@ def begun(server: LiveServer, request: inference_pb.GenerateRequest) -> grpc.Cal
 # -- templates ------------------------------------------------------------------------------------------------------
 
 
-def with_template(folder: Path, template: str | None) -> Path:
-    """A copy of a tiny model with another chat template, or none."""
-    shutil.copytree(resolve("tiny-llama"), folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / MANIFEST).unlink()  # it has checksums of the files as they were
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    settings.pop("chat_template", None)
-    if template is not None:
-        settings["chat_template"] = template
-    path.write_text(json.dumps(settings))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Its template says at the top how many messages there are: no rendering is the beginning of a longer one."""
@@ -231,7 +237,9 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    with LiveServer(with_template(tmp_path_factory.mktemp("counting") / "model", template)) as server:
+    with LiveServer(
+        with_template(resolve("tiny-llama"), tmp_path_factory.mktemp("counting") / "model", template)
+    ) as server:
         yield server
 
 
@@ -256,7 +264,7 @@ def test_a_template_that_is_not_append_only_is_refused_for_appending_alone(count
 
 
 def test_without_a_template_chat_is_refused_and_raw_is_not(tmp_path: Path) -> None:
-    with LiveServer(with_template(tmp_path / "model", None)) as server:
+    with LiveServer(with_template(resolve("tiny-llama"), tmp_path / "model", None)) as server:
         answer = refused(lambda: server.inference.Generate(greedy(chat(("user", "Hi")), tokens=2)))
         assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "TEMPLATE_MISSING")
         assert "PreconditionFailure" in answer.kinds

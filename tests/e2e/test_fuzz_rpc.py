@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.mlx]
 
 def test_every_method_of_the_contract_is_fuzzed_with_messages_that_parse() -> None:
     methods = {rpc.path.rpartition("/")[2] for rpc in rpcs()}
-    assert len(methods) == 17 and {"Generate", "WatchSnapshots", "TrimCache"} <= methods
+    assert len(methods) == 20 and {"Generate", "WatchSnapshots", "ImportSnapshot", "TrimCache"} <= methods
     maker = Maker(random.Random(0), Pool())
     for rpc in rpcs():
         made = [maker.message(rpc.request) for _ in range(50)]

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 
 from tests.e2e.live import PATIENCE, ROOT, LiveServer
+from tests.e2e.proxy import Envoy
+
+KEPT = {"kvfork-gateway": "reuse"}
+"""Labels of what a gateway keeps of its own accord."""
 
 
 class LiveGateway:
     """`kvfork gateway` as a subprocess in front of a server."""
 
-    def __init__(self, server: LiveServer, *flags: str) -> None:
+    def __init__(self, server: LiveServer | Envoy, *flags: str) -> None:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="kvfork-gateway-")  # noqa: SIM115 - lives as long as this
         command = [sys.executable, "-m", "service", "gateway", "--server", server.address, "--address", "127.0.0.1:0"]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFORK_")}
@@ -46,29 +47,19 @@ class LiveGateway:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 
+    def close(self) -> str:
+        """Of one that has ended: what it logged."""
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        log = self.log
+        self._log.close()
+        return log
+
     def __enter__(self) -> LiveGateway:
         return self
 
     def __exit__(self, *raised: object) -> None:
         code = self.terminate() if self.process.poll() is None else self.process.returncode
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        log = self.log
-        self._log.close()
+        log = self.close()
         assert code == 0, (code, log)
         assert log == ""
-
-
-def with_template(source: Path, folder: Path, template: str, change: Callable[[str], str] = str) -> Path:
-    """A model's folder with another chat template; its weights are linked."""
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.suffix == ".safetensors":
-            (folder / path.name).symlink_to(path)
-        elif path.name not in ("chat_template.jinja", "kvfork.json"):
-            shutil.copy(path, folder)
-    config = folder / "tokenizer_config.json"
-    settings = json.loads(config.read_text())
-    settings["chat_template"] = change(template)
-    config.write_text(json.dumps(settings))
-    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,12 @@ def test_a_callers_token_is_passed_on(server: LiveServer, people: dict[str, Any]
             with pytest.raises(openai.AuthenticationError) as caught:
                 gateway.client(key).chat.completions.create(**asked)
             assert caught.value.code == "invalid_api_key" and key not in str(caught.value)
+
+
+def test_who_may_not_call_is_told_before_a_body_is_sent(server: LiveServer) -> None:
+    with LiveGateway(server) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port)), PATIENCE) as raw:
+            raw.sendall(f"{head}Authorization: Bearer kvf_wrong\r\nContent-Length: 1000000\r\n\r\n".encode())
+            assert raw.recv(1000).startswith(b"HTTP/1.1 401 ")

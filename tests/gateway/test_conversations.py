@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from kvfork_gateway.conversations import GRID, Bounds, Conversations, Kept, Place, digest
@@ -20,7 +21,7 @@ def kept(
     *,
     follows: int | None = None,
     images: tuple[bytes, ...] = (),
-) -> Kept:
+) -> Kept[str]:
     return Kept(
         model=MODEL,
         images=images,
@@ -34,8 +35,8 @@ def kept(
 
 
 def find(
-    table: Conversations[str], ids: Sequence[int], *, caller: str = "a", trimmable: bool = False, now: float = 0.0
-) -> Place | None:
+    table: Conversations[str, str], ids: Sequence[int], *, caller: str = "a", trimmable: bool = False, now: float = 0.0
+) -> Place[str] | None:
     return table.find(caller, MODEL, ids, (), trimmable=trimmable, now=now)
 
 
@@ -44,40 +45,40 @@ ANSWER = list(range(500, 520))
 
 
 @pytest.fixture
-def table() -> Conversations[str]:
-    made: Conversations[str] = Conversations(Bounds())
+def table() -> Conversations[str, str]:
+    made: Conversations[str, str] = Conversations(Bounds())
     assert made.add("a", kept(PROMPT, ANSWER, "one"), 0.0) == []
     return made
 
 
-def test_a_history_that_repeats_the_answer_goes_on_from_its_end(table: Conversations[str]) -> None:
+def test_a_history_that_repeats_the_answer_goes_on_from_its_end(table: Conversations[str, str]) -> None:
     assert find(table, [*PROMPT, *ANSWER, 7, 8]) == Place(entry=1, snapshot="one-end", tokens=60)
 
 
-def test_one_that_does_not_goes_on_from_the_prompt(table: Conversations[str]) -> None:
+def test_one_that_does_not_goes_on_from_the_prompt(table: Conversations[str, str]) -> None:
     assert find(table, [*PROMPT, 1, 2, 3]) == Place(entry=1, snapshot="one-prompt", tokens=40)
 
 
-def test_a_call_is_always_given_something_to_read(table: Conversations[str]) -> None:
+def test_a_call_is_always_given_something_to_read(table: Conversations[str, str]) -> None:
     assert find(table, [*PROMPT, *ANSWER]) == Place(entry=1, snapshot="one-prompt", tokens=40)
     assert find(table, PROMPT) is None
     assert find(table, PROMPT[:-1]) is None
 
 
-def test_where_state_can_be_cut_the_last_equal_token_counts(table: Conversations[str]) -> None:
+def test_where_state_can_be_cut_the_last_equal_token_counts(table: Conversations[str, str]) -> None:
     expected = Place(entry=1, snapshot="one-end", tokens=45, cut=True, prompt="one-prompt", prompt_tokens=40)
     assert find(table, [*PROMPT, *ANSWER[:5], 1, 2], trimmable=True) == expected
 
 
 def test_elsewhere_the_grid_inside_the_answer_counts() -> None:
-    table: Conversations[str] = Conversations(Bounds())
+    table: Conversations[str, str] = Conversations(Bounds())
     answer = list(range(1000, 1600))
     table.add("a", kept(PROMPT, answer, "long"), 0.0)
     place = find(table, [*PROMPT, *answer[:500], 1, 2])
     assert place is not None and (place.snapshot, place.tokens, place.cut) == ("long-end", 2 * GRID, True)
 
 
-def test_nothing_of_another_caller_model_or_picture_is_found(table: Conversations[str]) -> None:
+def test_nothing_of_another_caller_model_or_picture_is_found(table: Conversations[str, str]) -> None:
     further = [*PROMPT, *ANSWER, 7]
     assert find(table, further, caller="b") is None
     assert table.find("a", "models/other", further, (), trimmable=False, now=0.0) is None
@@ -87,23 +88,31 @@ def test_nothing_of_another_caller_model_or_picture_is_found(table: Conversation
     assert place is not None and place.snapshot == "seen-end"
 
 
-def test_an_answer_given_again_replaces_the_first(table: Conversations[str]) -> None:
+def test_an_answer_given_again_replaces_the_first(table: Conversations[str, str]) -> None:
     freed = table.add("a", kept(PROMPT, ANSWER, "two"), 0.0)
     assert sorted(freed) == [("a", "one-end"), ("a", "one-prompt")]
     assert len(table) == 1
 
 
 def test_choices_of_one_prompt_share_its_snapshot_until_the_last_goes() -> None:
-    table: Conversations[str] = Conversations(Bounds())
+    table: Conversations[str, str] = Conversations(Bounds())
     for end in ("x", "y"):
-        entry = kept(PROMPT, [ord(end)], end)
-        table.add("a", Kept(**{**{f: getattr(entry, f) for f in entry.__slots__}, "prompt": "shared"}), 0.0)
+        table.add("a", replace(kept(PROMPT, [ord(end)], end), prompt="shared"), 0.0)
     assert table.drop(1) == [("a", "x-end")]
     assert sorted(table.drop(2)) == [("a", "shared"), ("a", "y-end")]
 
 
+def test_one_answers_end_that_is_anothers_prompt_stays_as_long_as_either() -> None:
+    table: Conversations[str, str] = Conversations(Bounds())
+    table.add("a", kept(PROMPT, ANSWER, "one"), 0.0)
+    table.add("a", replace(kept([*PROMPT, *ANSWER], [7], "two", follows=1), prompt="one-end"), 0.0)
+    assert table.drop(1) == [("a", "one-prompt")]
+    assert find(table, [*PROMPT, *ANSWER, 8]) == Place(entry=2, snapshot="one-end", tokens=60)
+    assert sorted(table.drop(2)) == [("a", "one-end"), ("a", "two-end")]
+
+
 def test_a_line_keeps_its_last_two_answers_and_a_branch_its_stem() -> None:
-    table: Conversations[str] = Conversations(Bounds())
+    table: Conversations[str, str] = Conversations(Bounds())
     line: list[int] = list(PROMPT)
     entry: int | None = None
     freed = []
@@ -122,7 +131,7 @@ def test_a_line_keeps_its_last_two_answers_and_a_branch_its_stem() -> None:
 
 
 def test_time_and_room_are_bounded() -> None:
-    table: Conversations[str] = Conversations(Bounds(entries=3, entries_per_caller=2, ttl=10.0))
+    table: Conversations[str, str] = Conversations(Bounds(entries=3, entries_per_caller=2, ttl=10.0))
     freed = [pair for i in range(3) for pair in table.add("a", kept([*PROMPT, i], [i], f"a{i}"), float(i))]
     assert sorted(freed) == [("a", "a0-end"), ("a", "a0-prompt")]
     table.add("b", kept(PROMPT, [1], "b0"), 3.0)
@@ -132,7 +141,7 @@ def test_time_and_room_are_bounded() -> None:
     assert find(table, [*PROMPT, 1, 7], caller="b", now=14.5) is None
     assert find(table, [*PROMPT, 2, 2, 7], now=20.0) is not None
     assert len(table) == 1
-    small: Conversations[str] = Conversations(Bounds(total_bytes=3000))
+    small: Conversations[str, str] = Conversations(Bounds(total_bytes=3000))
     for i in range(5):
         small.add("a", kept([*PROMPT, i], range(200), f"s{i}"), 0.0)
     assert len(small) == 1
@@ -143,7 +152,7 @@ def test_time_and_room_are_bounded() -> None:
 def test_whatever_is_said_a_place_has_the_prompts_own_tokens(seed: int, trimmable: bool) -> None:
     """Random histories over few tokens, where answers are repeated, altered, cut short and branched from."""
     rng = random.Random(seed)
-    table: Conversations[str] = Conversations(Bounds(entries=12, entries_per_caller=6, ttl=40.0))
+    table: Conversations[str, str] = Conversations(Bounds(entries=12, entries_per_caller=6, ttl=40.0))
     truth: dict[tuple[str, str], list[int]] = {}  # what each snapshot holds
     freed: list[tuple[str, str]] = []
     histories: list[list[int]] = [[1, 2, 3]]

@@ -10,7 +10,8 @@ import pytest
 
 from service.models import resolve
 from tests.e2e.live import LiveServer
-from tests.gateway.live import LiveGateway, with_template
+from tests.e2e.templates import with_template
+from tests.gateway.live import LiveGateway
 from tests.text import chat_templates
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
@@ -44,6 +45,7 @@ def test_a_twenty_turn_agent_reuses_nine_tenths_of_its_prompts(tmp_path: Path) -
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     print(f"\n{TURNS} turns: {reused} of {prompts} prompt tokens reused, {reused / prompts:.1%}; {new} were new")
     print(f"{whole} answers were gone on from at their end")
+    assert whole == TURNS - 1
     assert reused >= 0.9 * prompts
     assert new == prompts - reused
 

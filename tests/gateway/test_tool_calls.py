@@ -44,6 +44,28 @@ def test_what_is_in_no_form_is_no_call(text: str) -> None:
     assert parse(text) == []
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'<tool_call>{{"name": "f", "arguments": {{"x": {DEEP}',
+        f"<|tool_call_start|>[f(x={DEEP})]",
+        "f" + ".f" * 900 + "(x=1)",
+    ],
+)
+def test_what_is_nested_beyond_reading_is_no_call(text: str) -> None:
+    assert parse(text) == []
+
+
+def test_an_argument_that_is_nested_beyond_reading_is_text() -> None:
+    (call,) = parse(FORMS["tags"].replace("Oslo", DEEP))
+    assert json.loads(call.arguments) == {"city": DEEP, "days": 2}
+    turn = Turn(role=Role.ASSISTANT, content=(), calls=(ToolCall(id="x", name="f", arguments=DEEP),))
+    assert json.loads(spelled(turn).splitlines()[1]) == {"name": "f", "arguments": DEEP}
+
+
 def test_a_turn_reads_as_it_was_written_for_whom_it_was_written() -> None:
     spellings = Spellings()
     calls = tuple(parse(FORMS["tags"]))

@@ -87,7 +87,8 @@ class Play:
             name = "let go"
         protected = self.protected()
         held_before = {record for record in protected if self.store.locate(record)}
-        useful = self.useful()
+        sound = self.behind_no_gap()
+        served = self.useful() | {record for record in protected if record.key in sound}
         getattr(self, "do_" + name.replace(" ", "_"))()
         if name == "restart":  # memory is gone, and with it what stood on it
             self.ordered = set()
@@ -98,7 +99,7 @@ class Play:
         gone = [record for record in kept if not self.store.locate(record)]
         assert not gone, f"{name}: protected records are gone: {gone}"
         # What an order not carried out yet is to write is pinned for that long, and goes when it has been.
-        left = (useful & self.store._index._entries.keys()) | self.ordered
+        left = (served & self.store._index._entries.keys()) | self.ordered
         orphans = left - self.useful() - self.on_the_way() - self.protected()
         self.ordered = orphans & self.store._index._pins.keys()
         orphans = (orphans & self.store._index._entries.keys()) - self.ordered
@@ -362,6 +363,11 @@ class Play:
             if takes - {logits} <= held:
                 found |= takes & held
         return found
+
+    def behind_no_gap(self) -> set[bytes]:
+        """Keys of nodes before which every record of tokens is held, their own included."""
+        stored = {record.key for record in self.store._index._entries if record.kind is RecordKind.FULL}
+        return {node.key for node in self.cache._tree if all(here.source in stored for here in node.path())}
 
     def on_the_way(self) -> set[RecordId]:
         """What belongs to places of which a record was lost or refused, and what pinned ones stand on."""

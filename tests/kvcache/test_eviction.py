@@ -296,6 +296,18 @@ def test_what_is_stored_in_part_while_guarded_stays_for_what_follows() -> None:
     assert {world.text(record) for record in world.held} == {"full a"}
 
 
+def test_what_was_only_passed_goes_when_the_last_that_is_at_work_there_leaves() -> None:
+    world = World((FULL, STATE))
+    passed = world.spot("a")
+    world.put(passed, kinds=(FULL,), logits=True)  # the state was refused
+    world.put(world.spot("b", "a"))
+    world.order.guard(world.place(passed))
+    world.now = 2 * HALF_LIFE_SECONDS
+    assert world.pop() == {"full b", "state b"}
+    assert world.forget(world.order.unguard(passed.key)) == {"full a", "logits a"}
+    assert len(world.order) == 0
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_a_guard_that_ends_leaves_nothing_behind(*, held: bool) -> None:
     world = World((FULL, STATE))

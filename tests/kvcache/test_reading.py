@@ -30,8 +30,9 @@ class Watched(FaultyStorage):
     def read_into(self, segment: int, offset: int, buffer: memoryview) -> int:
         self.threads.add(threading.get_ident())
         count = super().read_into(segment, offset, buffer)
-        if offset in self.garbled:
-            buffer[100] ^= 1
+        for at in self.garbled:
+            if offset <= at + 100 < offset + count:
+                buffer[at + 100 - offset] ^= 1
         return count
 
 

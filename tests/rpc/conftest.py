@@ -25,9 +25,13 @@ from service.events import (
     Created,
     Delta,
     Event,
+    ExportPiece,
+    ExportView,
     Finished,
     FinishReason,
     Forked,
+    ImportCheck,
+    Imported,
     LimitsView,
     ModelState,
     ModelView,
@@ -45,9 +49,11 @@ from service.metering import Meter
 from service.request import (
     CountTokensCall,
     CreateSnapshotCall,
+    ExportCall,
     ForkCall,
     GenerateCall,
     RollbackCall,
+    SaveOptions,
     SnapshotChange,
 )
 from service.rpc.server import RpcServer
@@ -128,6 +134,9 @@ class ScriptedCore:
     watched: Sequence[Watched] = ()
     watches_end: asyncio.Event = field(default_factory=asyncio.Event)
     ended: list[str] = field(default_factory=list)  # how each iterator ended
+    exported: Sequence[bytes] = (b"abc", b"def")
+    imported: list[bytes] = field(default_factory=list)
+    failing_pieces: dict[bytes, Exception] = field(default_factory=dict)  # piece of an import -> what it raises
 
     def _asked(self, method: str, *what: object) -> None:
         self.calls.append((method, *what))
@@ -224,6 +233,34 @@ class ScriptedCore:
     ) -> list[str]:
         self._asked("delete_snapshot", name, owner, descendants, stop_active, allow_missing)
         return [name]
+
+    async def export_snapshot(self, call: ExportCall, owner: str) -> AsyncIterator[ExportPiece]:
+        self._asked("export_snapshot", call, owner)
+        self.running += 1
+        try:
+            about = ExportView(snapshot=snapshot(call.name), records=2, held_records=1, bytes=6, state_tokens=4)
+            for number, piece in enumerate(self.exported):
+                yield ExportPiece(piece, None if number else about)
+        finally:
+            self.running -= 1
+
+    async def check_import(self, manifest: bytes, owner: str) -> ImportCheck:
+        self._asked("check_import", manifest, owner)
+        return ImportCheck(held=(b"h" * 33,), missing_records=2, missing_bytes=7)
+
+    async def import_snapshot(self, options: SaveOptions, data: AsyncIterator[bytes], owner: str) -> Imported:
+        self._asked("import_snapshot", options, owner)
+        self.running += 1
+        try:
+            async for piece in data:
+                self.imported.append(piece)
+                if piece in self.failing_pieces:
+                    raise self.failing_pieces[piece]
+        finally:
+            self.running -= 1
+        return Imported(
+            snapshot=snapshot("snapshots/came"), received_records=3, received_bytes=len(self.imported), held_records=1
+        )
 
     def server(self) -> ServerView:
         return ServerView(

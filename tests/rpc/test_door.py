@@ -118,6 +118,13 @@ CALLS: dict[str, Callable[[Serving, METADATA], Any]] = {
         snapshot_pb.DeleteSnapshotRequest(name="snapshots/one"), metadata=m
     ),
     "WatchSnapshots": lambda s, m: s.snapshots.WatchSnapshots(snapshot_pb.WatchSnapshotsRequest(), metadata=m),
+    "ExportSnapshot": lambda s, m: s.snapshots.ExportSnapshot(
+        snapshot_pb.ExportSnapshotRequest(name="snapshots/one"), metadata=m
+    ),
+    "CheckImport": lambda s, m: s.snapshots.CheckImport(snapshot_pb.CheckImportRequest(), metadata=m),
+    "ImportSnapshot": lambda s, m: s.snapshots.ImportSnapshot(
+        iter([snapshot_pb.ImportSnapshotRequest(data=b"x")]), metadata=m
+    ),
     "GetServerInfo": lambda s, m: s.info.GetServerInfo(server_pb.GetServerInfoRequest(), metadata=m),
     "ListModels": lambda s, m: s.info.ListModels(server_pb.ListModelsRequest(), metadata=m),
     "GetModel": lambda s, m: s.info.GetModel(server_pb.GetModelRequest(), metadata=m),

@@ -8,6 +8,7 @@ import random
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -19,8 +20,9 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2
 
 from service.config import Config
+from service.errors import ExportDamaged
 from service.events import Bookmark, Changed, Gone, ModelState, ModelView, Synced, Watched, WhyGone
-from service.request import Branch, ForkCall, GenerateCall, RollbackCall, SnapshotChange
+from service.request import Branch, ExportCall, ForkCall, GenerateCall, RollbackCall, SaveOptions, SnapshotChange
 from service.rpc import mapping_out
 from service.rpc.listen import CannotListen
 from service.rpc.server import EXIT_CANNOT_LISTEN, RpcServer, serve
@@ -208,6 +210,131 @@ def test_a_watch_writes_each_kind_of_message_and_ends_with_the_server():
         ]
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert b"SERVER_DRAINING" in rpc_status.from_call(caught.value).SerializeToString()
+
+    run(story)
+
+
+def test_an_export_is_written_piece_by_piece_and_what_is_in_it_comes_first():
+    async def story():
+        async with serving() as s:
+            request = snapshot_pb.ExportSnapshotRequest(name="snapshots/one", manifest_only=True, held=[b"h" * 33])
+            told = await drained(s.snapshots.ExportSnapshot(request))
+            assert s.core.calls[-1] == (
+                "export_snapshot",
+                ExportCall(name="snapshots/one", manifest_only=True, held=frozenset({b"h" * 33})),
+                "local",
+            )
+            assert s.core.running == 0
+        summary = snapshot_pb.ExportSummary(
+            snapshot=mapping_out.write_snapshot(snapshot("snapshots/one")),
+            records=2,
+            held_records=1,
+            bytes=6,
+            state_tokens=4,
+        )
+        assert told == [
+            snapshot_pb.ExportSnapshotResponse(data=b"abc", summary=summary),
+            snapshot_pb.ExportSnapshotResponse(data=b"def"),
+        ]
+
+    run(story)
+
+
+def test_an_import_is_read_message_by_message():
+    async def story():
+        async with serving() as s:
+            messages = [
+                snapshot_pb.ImportSnapshotRequest(options={"snapshot_id": "came-over"}, data=b"a"),
+                snapshot_pb.ImportSnapshotRequest(data=b"b"),
+                snapshot_pb.ImportSnapshotRequest(),
+            ]
+            reply = await s.snapshots.ImportSnapshot(iter(messages))
+            assert s.core.calls[-1] == ("import_snapshot", SaveOptions(snapshot_id="came-over"), "local")
+            assert s.core.imported == [b"a", b"b", b""]
+            check = await s.snapshots.CheckImport(snapshot_pb.CheckImportRequest(manifest=b"m"))
+            assert s.core.calls[-1] == ("check_import", b"m", "local")
+        assert reply == snapshot_pb.ImportSnapshotResponse(
+            snapshot=mapping_out.write_snapshot(snapshot("snapshots/came")),
+            received_records=3,
+            received_bytes=3,
+            held_records=1,
+        )
+        assert check == snapshot_pb.CheckImportResponse(held=[b"h" * 33], missing_records=2, missing_bytes=7)
+
+    run(story)
+
+
+async def refused_import(s: Serving, messages: Any) -> tuple[str, bytes]:
+    """(code, what the details hold) of an import that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await s.snapshots.ImportSnapshot(messages)
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    return caught.value.code().name, status.SerializeToString()
+
+
+def test_an_import_that_is_refused_half_way_says_why_and_is_let_go_of():
+    async def story():
+        core = ScriptedCore(failing_pieces={b"bad": ExportDamaged("no", metadata={"record": "full 01"})})
+        async with serving(core) as s:
+
+            async def endless():
+                yield snapshot_pb.ImportSnapshotRequest(data=b"good")
+                while True:
+                    yield snapshot_pb.ImportSnapshotRequest(data=b"bad")
+                    await asyncio.sleep(0.01)
+
+            code, details = await refused_import(s, endless())
+            assert code == "DATA_LOSS" and b"EXPORT_DAMAGED" in details and b"full 01" in details
+            assert s.core.imported == [b"good", b"bad"] and s.core.running == 0
+            late = [snapshot_pb.ImportSnapshotRequest(), snapshot_pb.ImportSnapshotRequest(options={})]
+            code, details = await refused_import(s, iter(late))
+            assert code == "INVALID_ARGUMENT" and b"options" in details
+            assert (await refused_import(s, iter([])))[0] == "INVALID_ARGUMENT"
+            wrong = snapshot_pb.ImportSnapshotRequest(options={"snapshot_id": "No"})
+            code, details = await refused_import(s, iter([wrong]))
+            assert code == "INVALID_ARGUMENT" and b"options.snapshot_id" in details
+
+    run(story)
+
+
+def test_a_sender_that_stops_is_not_waited_for_for_ever():
+    async def story():
+        async with serving(request_seconds=0.2) as s:
+
+            async def stops():
+                yield snapshot_pb.ImportSnapshotRequest(data=b"a")
+                await asyncio.sleep(60)
+
+            code, details = await refused_import(s, stops())
+            assert code == "RESOURCE_EXHAUSTED" and b"SLOW_SENDER" in details
+            await eventually(lambda: s.core.running == 0)
+
+    run(story)
+
+
+def test_a_sender_that_goes_away_ends_the_import():
+    async def story():
+        async with serving() as s:
+            call = s.snapshots.ImportSnapshot()
+            await call.write(snapshot_pb.ImportSnapshotRequest(data=b"a"))
+            await eventually(lambda: s.core.running == 1)
+            call.cancel()
+            await eventually(lambda: s.core.running == 0)
+
+    run(story)
+
+
+def test_records_that_no_server_names_are_refused_in_an_export():
+    async def story():
+        async with serving() as s:
+            request = snapshot_pb.ExportSnapshotRequest(name="models/x", held=[b"short"])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await drained(s.snapshots.ExportSnapshot(request))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            details = rpc_status.from_call(caught.value).SerializeToString()
+            assert b"held[0]" in details and b"name" in details
+            assert s.core.calls == []
 
     run(story)
 

@@ -984,6 +984,451 @@ func (*Bookmark) Descriptor() ([]byte, []int) {
 	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{14}
 }
 
+// Names a snapshot to write out.
+type ExportSnapshotRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "snapshots/{id}".
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Only the manifest: for CheckImport.
+	ManifestOnly bool `protobuf:"varint,2,opt,name=manifest_only,json=manifestOnly,proto3" json:"manifest_only,omitempty"`
+	// Records to leave out: CheckImportResponse.held. Others than those of this
+	// snapshot are passed over.
+	Held          [][]byte `protobuf:"bytes,3,rep,name=held,proto3" json:"held,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportSnapshotRequest) Reset() {
+	*x = ExportSnapshotRequest{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportSnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportSnapshotRequest) ProtoMessage() {}
+
+func (x *ExportSnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportSnapshotRequest.ProtoReflect.Descriptor instead.
+func (*ExportSnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *ExportSnapshotRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ExportSnapshotRequest) GetManifestOnly() bool {
+	if x != nil {
+		return x.ManifestOnly
+	}
+	return false
+}
+
+func (x *ExportSnapshotRequest) GetHeld() [][]byte {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+// A piece of an export. The export is the data of all messages, one after the
+// other, as it is (docs/format.md, section 10): to be written to a file, or to be
+// sent on to ImportSnapshot in pieces of any size. Whoever has it can read the
+// prompt in it.
+type ExportSnapshotResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// At most 1 MiB.
+	Data []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	// In the first message only.
+	Summary       *ExportSummary `protobuf:"bytes,2,opt,name=summary,proto3" json:"summary,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportSnapshotResponse) Reset() {
+	*x = ExportSnapshotResponse{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportSnapshotResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportSnapshotResponse) ProtoMessage() {}
+
+func (x *ExportSnapshotResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportSnapshotResponse.ProtoReflect.Descriptor instead.
+func (*ExportSnapshotResponse) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *ExportSnapshotResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *ExportSnapshotResponse) GetSummary() *ExportSummary {
+	if x != nil {
+		return x.Summary
+	}
+	return nil
+}
+
+// What is in an export.
+type ExportSummary struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The snapshot.
+	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	// Records that travel.
+	Records uint32 `protobuf:"varint,2,opt,name=records,proto3" json:"records,omitempty"`
+	// Records that are left out, since the other side holds them.
+	HeldRecords uint32 `protobuf:"varint,3,opt,name=held_records,json=heldRecords,proto3" json:"held_records,omitempty"`
+	// Length of the export.
+	Bytes uint64 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// Tokens of the prefix whose state travels or is held there. The rest is
+	// computed again when it is used, as it would be here.
+	StateTokens   uint32 `protobuf:"varint,5,opt,name=state_tokens,json=stateTokens,proto3" json:"state_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExportSummary) Reset() {
+	*x = ExportSummary{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExportSummary) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExportSummary) ProtoMessage() {}
+
+func (x *ExportSummary) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExportSummary.ProtoReflect.Descriptor instead.
+func (*ExportSummary) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *ExportSummary) GetSnapshot() *Snapshot {
+	if x != nil {
+		return x.Snapshot
+	}
+	return nil
+}
+
+func (x *ExportSummary) GetRecords() uint32 {
+	if x != nil {
+		return x.Records
+	}
+	return 0
+}
+
+func (x *ExportSummary) GetHeldRecords() uint32 {
+	if x != nil {
+		return x.HeldRecords
+	}
+	return 0
+}
+
+func (x *ExportSummary) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *ExportSummary) GetStateTokens() uint32 {
+	if x != nil {
+		return x.StateTokens
+	}
+	return 0
+}
+
+// Asks what of an export is here.
+type CheckImportRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// All data of an ExportSnapshot with manifest_only; more of it is of no harm.
+	Manifest      []byte `protobuf:"bytes,1,opt,name=manifest,proto3" json:"manifest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckImportRequest) Reset() {
+	*x = CheckImportRequest{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckImportRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckImportRequest) ProtoMessage() {}
+
+func (x *CheckImportRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckImportRequest.ProtoReflect.Descriptor instead.
+func (*CheckImportRequest) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *CheckImportRequest) GetManifest() []byte {
+	if x != nil {
+		return x.Manifest
+	}
+	return nil
+}
+
+// What is here. It may be gone a moment later: ImportSnapshot says so then.
+type CheckImportResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// For ExportSnapshotRequest.held.
+	Held [][]byte `protobuf:"bytes,1,rep,name=held,proto3" json:"held,omitempty"`
+	// Records that are not here.
+	MissingRecords uint32 `protobuf:"varint,2,opt,name=missing_records,json=missingRecords,proto3" json:"missing_records,omitempty"`
+	// Their bytes.
+	MissingBytes  uint64 `protobuf:"varint,3,opt,name=missing_bytes,json=missingBytes,proto3" json:"missing_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CheckImportResponse) Reset() {
+	*x = CheckImportResponse{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CheckImportResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CheckImportResponse) ProtoMessage() {}
+
+func (x *CheckImportResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CheckImportResponse.ProtoReflect.Descriptor instead.
+func (*CheckImportResponse) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *CheckImportResponse) GetHeld() [][]byte {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+func (x *CheckImportResponse) GetMissingRecords() uint32 {
+	if x != nil {
+		return x.MissingRecords
+	}
+	return 0
+}
+
+func (x *CheckImportResponse) GetMissingBytes() uint64 {
+	if x != nil {
+		return x.MissingBytes
+	}
+	return 0
+}
+
+// A piece of an export to take in.
+type ImportSnapshotRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The next bytes of the export, of any length.
+	Data []byte `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	// How to keep the snapshot; in the first message only. An id, a ttl or labels
+	// that are not given are those that it had.
+	Options       *SnapshotOptions `protobuf:"bytes,2,opt,name=options,proto3" json:"options,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImportSnapshotRequest) Reset() {
+	*x = ImportSnapshotRequest{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImportSnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImportSnapshotRequest) ProtoMessage() {}
+
+func (x *ImportSnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImportSnapshotRequest.ProtoReflect.Descriptor instead.
+func (*ImportSnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *ImportSnapshotRequest) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *ImportSnapshotRequest) GetOptions() *SnapshotOptions {
+	if x != nil {
+		return x.Options
+	}
+	return nil
+}
+
+// What was taken in.
+type ImportSnapshotResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The snapshot, of this instance.
+	Snapshot *Snapshot `protobuf:"bytes,1,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	// Records that came.
+	ReceivedRecords uint32 `protobuf:"varint,2,opt,name=received_records,json=receivedRecords,proto3" json:"received_records,omitempty"`
+	// Their bytes.
+	ReceivedBytes uint64 `protobuf:"varint,3,opt,name=received_bytes,json=receivedBytes,proto3" json:"received_bytes,omitempty"`
+	// Records that were here already, whether they came or not.
+	HeldRecords   uint32 `protobuf:"varint,4,opt,name=held_records,json=heldRecords,proto3" json:"held_records,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImportSnapshotResponse) Reset() {
+	*x = ImportSnapshotResponse{}
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImportSnapshotResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImportSnapshotResponse) ProtoMessage() {}
+
+func (x *ImportSnapshotResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_snapshot_service_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImportSnapshotResponse.ProtoReflect.Descriptor instead.
+func (*ImportSnapshotResponse) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_snapshot_service_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *ImportSnapshotResponse) GetSnapshot() *Snapshot {
+	if x != nil {
+		return x.Snapshot
+	}
+	return nil
+}
+
+func (x *ImportSnapshotResponse) GetReceivedRecords() uint32 {
+	if x != nil {
+		return x.ReceivedRecords
+	}
+	return 0
+}
+
+func (x *ImportSnapshotResponse) GetReceivedBytes() uint64 {
+	if x != nil {
+		return x.ReceivedBytes
+	}
+	return 0
+}
+
+func (x *ImportSnapshotResponse) GetHeldRecords() uint32 {
+	if x != nil {
+		return x.HeldRecords
+	}
+	return 0
+}
+
 var File_kvfork_v1_snapshot_service_proto protoreflect.FileDescriptor
 
 const file_kvfork_v1_snapshot_service_proto_rawDesc = "" +
@@ -1045,7 +1490,34 @@ const file_kvfork_v1_snapshot_service_proto_rawDesc = "" +
 	"\x06reason\x18\x02 \x01(\x0e2\x15.kvfork.v1.GoneReasonR\x06reason\"\b\n" +
 	"\x06Synced\"\n" +
 	"\n" +
-	"\bBookmark*\xc4\x01\n" +
+	"\bBookmark\"d\n" +
+	"\x15ExportSnapshotRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
+	"\rmanifest_only\x18\x02 \x01(\bR\fmanifestOnly\x12\x12\n" +
+	"\x04held\x18\x03 \x03(\fR\x04held\"`\n" +
+	"\x16ExportSnapshotResponse\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x122\n" +
+	"\asummary\x18\x02 \x01(\v2\x18.kvfork.v1.ExportSummaryR\asummary\"\xb6\x01\n" +
+	"\rExportSummary\x12/\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x13.kvfork.v1.SnapshotR\bsnapshot\x12\x18\n" +
+	"\arecords\x18\x02 \x01(\rR\arecords\x12!\n" +
+	"\fheld_records\x18\x03 \x01(\rR\vheldRecords\x12\x14\n" +
+	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12!\n" +
+	"\fstate_tokens\x18\x05 \x01(\rR\vstateTokens\"0\n" +
+	"\x12CheckImportRequest\x12\x1a\n" +
+	"\bmanifest\x18\x01 \x01(\fR\bmanifest\"w\n" +
+	"\x13CheckImportResponse\x12\x12\n" +
+	"\x04held\x18\x01 \x03(\fR\x04held\x12'\n" +
+	"\x0fmissing_records\x18\x02 \x01(\rR\x0emissingRecords\x12#\n" +
+	"\rmissing_bytes\x18\x03 \x01(\x04R\fmissingBytes\"a\n" +
+	"\x15ImportSnapshotRequest\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x124\n" +
+	"\aoptions\x18\x02 \x01(\v2\x1a.kvfork.v1.SnapshotOptionsR\aoptions\"\xbe\x01\n" +
+	"\x16ImportSnapshotResponse\x12/\n" +
+	"\bsnapshot\x18\x01 \x01(\v2\x13.kvfork.v1.SnapshotR\bsnapshot\x12)\n" +
+	"\x10received_records\x18\x02 \x01(\rR\x0freceivedRecords\x12%\n" +
+	"\x0ereceived_bytes\x18\x03 \x01(\x04R\rreceivedBytes\x12!\n" +
+	"\fheld_records\x18\x04 \x01(\rR\vheldRecords*\xc4\x01\n" +
 	"\n" +
 	"GoneReason\x12\x1b\n" +
 	"\x17GONE_REASON_UNSPECIFIED\x10\x00\x12\x17\n" +
@@ -1054,14 +1526,17 @@ const file_kvfork_v1_snapshot_service_proto_rawDesc = "" +
 	"\x13GONE_REASON_EXPIRED\x10\x03\x12\x17\n" +
 	"\x13GONE_REASON_EVICTED\x10\x04\x12\x17\n" +
 	"\x13GONE_REASON_CORRUPT\x10\x05\x12\x18\n" +
-	"\x14GONE_REASON_UNLISTED\x10\x062\x94\x04\n" +
+	"\x14GONE_REASON_UNLISTED\x10\x062\x94\x06\n" +
 	"\x0fSnapshotService\x12L\n" +
 	"\vGetSnapshot\x12\x1d.kvfork.v1.GetSnapshotRequest\x1a\x1e.kvfork.v1.GetSnapshotResponse\x12R\n" +
 	"\rListSnapshots\x12\x1f.kvfork.v1.ListSnapshotsRequest\x1a .kvfork.v1.ListSnapshotsResponse\x12U\n" +
 	"\x0eUpdateSnapshot\x12 .kvfork.v1.UpdateSnapshotRequest\x1a!.kvfork.v1.UpdateSnapshotResponse\x12X\n" +
 	"\x0fExtendSnapshots\x12!.kvfork.v1.ExtendSnapshotsRequest\x1a\".kvfork.v1.ExtendSnapshotsResponse\x12U\n" +
 	"\x0eDeleteSnapshot\x12 .kvfork.v1.DeleteSnapshotRequest\x1a!.kvfork.v1.DeleteSnapshotResponse\x12W\n" +
-	"\x0eWatchSnapshots\x12 .kvfork.v1.WatchSnapshotsRequest\x1a!.kvfork.v1.WatchSnapshotsResponse0\x01b\x06proto3"
+	"\x0eWatchSnapshots\x12 .kvfork.v1.WatchSnapshotsRequest\x1a!.kvfork.v1.WatchSnapshotsResponse0\x01\x12W\n" +
+	"\x0eExportSnapshot\x12 .kvfork.v1.ExportSnapshotRequest\x1a!.kvfork.v1.ExportSnapshotResponse0\x01\x12L\n" +
+	"\vCheckImport\x12\x1d.kvfork.v1.CheckImportRequest\x1a\x1e.kvfork.v1.CheckImportResponse\x12W\n" +
+	"\x0eImportSnapshot\x12 .kvfork.v1.ImportSnapshotRequest\x1a!.kvfork.v1.ImportSnapshotResponse(\x01b\x06proto3"
 
 var (
 	file_kvfork_v1_snapshot_service_proto_rawDescOnce sync.Once
@@ -1076,7 +1551,7 @@ func file_kvfork_v1_snapshot_service_proto_rawDescGZIP() []byte {
 }
 
 var file_kvfork_v1_snapshot_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvfork_v1_snapshot_service_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_kvfork_v1_snapshot_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_kvfork_v1_snapshot_service_proto_goTypes = []any{
 	(GoneReason)(0),                 // 0: kvfork.v1.GoneReason
 	(*GetSnapshotRequest)(nil),      // 1: kvfork.v1.GetSnapshotRequest
@@ -1094,44 +1569,62 @@ var file_kvfork_v1_snapshot_service_proto_goTypes = []any{
 	(*Gone)(nil),                    // 13: kvfork.v1.Gone
 	(*Synced)(nil),                  // 14: kvfork.v1.Synced
 	(*Bookmark)(nil),                // 15: kvfork.v1.Bookmark
-	nil,                             // 16: kvfork.v1.ListSnapshotsRequest.LabelsEntry
-	nil,                             // 17: kvfork.v1.WatchSnapshotsRequest.LabelsEntry
-	(*Snapshot)(nil),                // 18: kvfork.v1.Snapshot
-	(*fieldmaskpb.FieldMask)(nil),   // 19: google.protobuf.FieldMask
-	(*durationpb.Duration)(nil),     // 20: google.protobuf.Duration
+	(*ExportSnapshotRequest)(nil),   // 16: kvfork.v1.ExportSnapshotRequest
+	(*ExportSnapshotResponse)(nil),  // 17: kvfork.v1.ExportSnapshotResponse
+	(*ExportSummary)(nil),           // 18: kvfork.v1.ExportSummary
+	(*CheckImportRequest)(nil),      // 19: kvfork.v1.CheckImportRequest
+	(*CheckImportResponse)(nil),     // 20: kvfork.v1.CheckImportResponse
+	(*ImportSnapshotRequest)(nil),   // 21: kvfork.v1.ImportSnapshotRequest
+	(*ImportSnapshotResponse)(nil),  // 22: kvfork.v1.ImportSnapshotResponse
+	nil,                             // 23: kvfork.v1.ListSnapshotsRequest.LabelsEntry
+	nil,                             // 24: kvfork.v1.WatchSnapshotsRequest.LabelsEntry
+	(*Snapshot)(nil),                // 25: kvfork.v1.Snapshot
+	(*fieldmaskpb.FieldMask)(nil),   // 26: google.protobuf.FieldMask
+	(*durationpb.Duration)(nil),     // 27: google.protobuf.Duration
+	(*SnapshotOptions)(nil),         // 28: kvfork.v1.SnapshotOptions
 }
 var file_kvfork_v1_snapshot_service_proto_depIdxs = []int32{
-	18, // 0: kvfork.v1.GetSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
-	16, // 1: kvfork.v1.ListSnapshotsRequest.labels:type_name -> kvfork.v1.ListSnapshotsRequest.LabelsEntry
-	18, // 2: kvfork.v1.ListSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
-	18, // 3: kvfork.v1.UpdateSnapshotRequest.snapshot:type_name -> kvfork.v1.Snapshot
-	19, // 4: kvfork.v1.UpdateSnapshotRequest.update_mask:type_name -> google.protobuf.FieldMask
-	18, // 5: kvfork.v1.UpdateSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
-	20, // 6: kvfork.v1.ExtendSnapshotsRequest.ttl:type_name -> google.protobuf.Duration
-	18, // 7: kvfork.v1.ExtendSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
-	17, // 8: kvfork.v1.WatchSnapshotsRequest.labels:type_name -> kvfork.v1.WatchSnapshotsRequest.LabelsEntry
-	18, // 9: kvfork.v1.WatchSnapshotsResponse.changed:type_name -> kvfork.v1.Snapshot
+	25, // 0: kvfork.v1.GetSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
+	23, // 1: kvfork.v1.ListSnapshotsRequest.labels:type_name -> kvfork.v1.ListSnapshotsRequest.LabelsEntry
+	25, // 2: kvfork.v1.ListSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
+	25, // 3: kvfork.v1.UpdateSnapshotRequest.snapshot:type_name -> kvfork.v1.Snapshot
+	26, // 4: kvfork.v1.UpdateSnapshotRequest.update_mask:type_name -> google.protobuf.FieldMask
+	25, // 5: kvfork.v1.UpdateSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
+	27, // 6: kvfork.v1.ExtendSnapshotsRequest.ttl:type_name -> google.protobuf.Duration
+	25, // 7: kvfork.v1.ExtendSnapshotsResponse.snapshots:type_name -> kvfork.v1.Snapshot
+	24, // 8: kvfork.v1.WatchSnapshotsRequest.labels:type_name -> kvfork.v1.WatchSnapshotsRequest.LabelsEntry
+	25, // 9: kvfork.v1.WatchSnapshotsResponse.changed:type_name -> kvfork.v1.Snapshot
 	13, // 10: kvfork.v1.WatchSnapshotsResponse.gone:type_name -> kvfork.v1.Gone
 	14, // 11: kvfork.v1.WatchSnapshotsResponse.synced:type_name -> kvfork.v1.Synced
 	15, // 12: kvfork.v1.WatchSnapshotsResponse.bookmark:type_name -> kvfork.v1.Bookmark
 	0,  // 13: kvfork.v1.Gone.reason:type_name -> kvfork.v1.GoneReason
-	1,  // 14: kvfork.v1.SnapshotService.GetSnapshot:input_type -> kvfork.v1.GetSnapshotRequest
-	3,  // 15: kvfork.v1.SnapshotService.ListSnapshots:input_type -> kvfork.v1.ListSnapshotsRequest
-	5,  // 16: kvfork.v1.SnapshotService.UpdateSnapshot:input_type -> kvfork.v1.UpdateSnapshotRequest
-	7,  // 17: kvfork.v1.SnapshotService.ExtendSnapshots:input_type -> kvfork.v1.ExtendSnapshotsRequest
-	9,  // 18: kvfork.v1.SnapshotService.DeleteSnapshot:input_type -> kvfork.v1.DeleteSnapshotRequest
-	11, // 19: kvfork.v1.SnapshotService.WatchSnapshots:input_type -> kvfork.v1.WatchSnapshotsRequest
-	2,  // 20: kvfork.v1.SnapshotService.GetSnapshot:output_type -> kvfork.v1.GetSnapshotResponse
-	4,  // 21: kvfork.v1.SnapshotService.ListSnapshots:output_type -> kvfork.v1.ListSnapshotsResponse
-	6,  // 22: kvfork.v1.SnapshotService.UpdateSnapshot:output_type -> kvfork.v1.UpdateSnapshotResponse
-	8,  // 23: kvfork.v1.SnapshotService.ExtendSnapshots:output_type -> kvfork.v1.ExtendSnapshotsResponse
-	10, // 24: kvfork.v1.SnapshotService.DeleteSnapshot:output_type -> kvfork.v1.DeleteSnapshotResponse
-	12, // 25: kvfork.v1.SnapshotService.WatchSnapshots:output_type -> kvfork.v1.WatchSnapshotsResponse
-	20, // [20:26] is the sub-list for method output_type
-	14, // [14:20] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	18, // 14: kvfork.v1.ExportSnapshotResponse.summary:type_name -> kvfork.v1.ExportSummary
+	25, // 15: kvfork.v1.ExportSummary.snapshot:type_name -> kvfork.v1.Snapshot
+	28, // 16: kvfork.v1.ImportSnapshotRequest.options:type_name -> kvfork.v1.SnapshotOptions
+	25, // 17: kvfork.v1.ImportSnapshotResponse.snapshot:type_name -> kvfork.v1.Snapshot
+	1,  // 18: kvfork.v1.SnapshotService.GetSnapshot:input_type -> kvfork.v1.GetSnapshotRequest
+	3,  // 19: kvfork.v1.SnapshotService.ListSnapshots:input_type -> kvfork.v1.ListSnapshotsRequest
+	5,  // 20: kvfork.v1.SnapshotService.UpdateSnapshot:input_type -> kvfork.v1.UpdateSnapshotRequest
+	7,  // 21: kvfork.v1.SnapshotService.ExtendSnapshots:input_type -> kvfork.v1.ExtendSnapshotsRequest
+	9,  // 22: kvfork.v1.SnapshotService.DeleteSnapshot:input_type -> kvfork.v1.DeleteSnapshotRequest
+	11, // 23: kvfork.v1.SnapshotService.WatchSnapshots:input_type -> kvfork.v1.WatchSnapshotsRequest
+	16, // 24: kvfork.v1.SnapshotService.ExportSnapshot:input_type -> kvfork.v1.ExportSnapshotRequest
+	19, // 25: kvfork.v1.SnapshotService.CheckImport:input_type -> kvfork.v1.CheckImportRequest
+	21, // 26: kvfork.v1.SnapshotService.ImportSnapshot:input_type -> kvfork.v1.ImportSnapshotRequest
+	2,  // 27: kvfork.v1.SnapshotService.GetSnapshot:output_type -> kvfork.v1.GetSnapshotResponse
+	4,  // 28: kvfork.v1.SnapshotService.ListSnapshots:output_type -> kvfork.v1.ListSnapshotsResponse
+	6,  // 29: kvfork.v1.SnapshotService.UpdateSnapshot:output_type -> kvfork.v1.UpdateSnapshotResponse
+	8,  // 30: kvfork.v1.SnapshotService.ExtendSnapshots:output_type -> kvfork.v1.ExtendSnapshotsResponse
+	10, // 31: kvfork.v1.SnapshotService.DeleteSnapshot:output_type -> kvfork.v1.DeleteSnapshotResponse
+	12, // 32: kvfork.v1.SnapshotService.WatchSnapshots:output_type -> kvfork.v1.WatchSnapshotsResponse
+	17, // 33: kvfork.v1.SnapshotService.ExportSnapshot:output_type -> kvfork.v1.ExportSnapshotResponse
+	20, // 34: kvfork.v1.SnapshotService.CheckImport:output_type -> kvfork.v1.CheckImportResponse
+	22, // 35: kvfork.v1.SnapshotService.ImportSnapshot:output_type -> kvfork.v1.ImportSnapshotResponse
+	27, // [27:36] is the sub-list for method output_type
+	18, // [18:27] is the sub-list for method input_type
+	18, // [18:18] is the sub-list for extension type_name
+	18, // [18:18] is the sub-list for extension extendee
+	0,  // [0:18] is the sub-list for field type_name
 }
 
 func init() { file_kvfork_v1_snapshot_service_proto_init() }
@@ -1152,7 +1645,7 @@ func file_kvfork_v1_snapshot_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvfork_v1_snapshot_service_proto_rawDesc), len(file_kvfork_v1_snapshot_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   17,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

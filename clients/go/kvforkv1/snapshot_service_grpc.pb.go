@@ -27,6 +27,9 @@ const (
 	SnapshotService_ExtendSnapshots_FullMethodName = "/kvfork.v1.SnapshotService/ExtendSnapshots"
 	SnapshotService_DeleteSnapshot_FullMethodName  = "/kvfork.v1.SnapshotService/DeleteSnapshot"
 	SnapshotService_WatchSnapshots_FullMethodName  = "/kvfork.v1.SnapshotService/WatchSnapshots"
+	SnapshotService_ExportSnapshot_FullMethodName  = "/kvfork.v1.SnapshotService/ExportSnapshot"
+	SnapshotService_CheckImport_FullMethodName     = "/kvfork.v1.SnapshotService/CheckImport"
+	SnapshotService_ImportSnapshot_FullMethodName  = "/kvfork.v1.SnapshotService/ImportSnapshot"
 )
 
 // SnapshotServiceClient is the client API for SnapshotService service.
@@ -49,6 +52,17 @@ type SnapshotServiceClient interface {
 	// by an error alone: UNAVAILABLE SERVER_DRAINING at the server's end,
 	// RESOURCE_EXHAUSTED WATCH_OVERFLOW for a reader that fell too far behind.
 	WatchSnapshots(ctx context.Context, in *WatchSnapshotsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchSnapshotsResponse], error)
+	// Writes a snapshot out for another instance: its tokens, and what there is of
+	// its state. UNIMPLEMENTED EXCHANGE_UNSUPPORTED without an exchange key.
+	ExportSnapshot(ctx context.Context, in *ExportSnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportSnapshotResponse], error)
+	// Tells which records of an export are here already, so that they need not
+	// travel. Takes what ExportSnapshot writes with manifest_only.
+	CheckImport(ctx context.Context, in *CheckImportRequest, opts ...grpc.CallOption) (*CheckImportResponse, error)
+	// Takes a snapshot in that another instance wrote out. All or nothing: a byte
+	// that is not what was signed ends it by the name of its record, with
+	// DATA_LOSS EXPORT_DAMAGED; another model's by FAILED_PRECONDITION
+	// FINGERPRINT_DIFFERS.
+	ImportSnapshot(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[ImportSnapshotRequest, ImportSnapshotResponse], error)
 }
 
 type snapshotServiceClient struct {
@@ -128,6 +142,48 @@ func (c *snapshotServiceClient) WatchSnapshots(ctx context.Context, in *WatchSna
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type SnapshotService_WatchSnapshotsClient = grpc.ServerStreamingClient[WatchSnapshotsResponse]
 
+func (c *snapshotServiceClient) ExportSnapshot(ctx context.Context, in *ExportSnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ExportSnapshotResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &SnapshotService_ServiceDesc.Streams[1], SnapshotService_ExportSnapshot_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ExportSnapshotRequest, ExportSnapshotResponse]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type SnapshotService_ExportSnapshotClient = grpc.ServerStreamingClient[ExportSnapshotResponse]
+
+func (c *snapshotServiceClient) CheckImport(ctx context.Context, in *CheckImportRequest, opts ...grpc.CallOption) (*CheckImportResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CheckImportResponse)
+	err := c.cc.Invoke(ctx, SnapshotService_CheckImport_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *snapshotServiceClient) ImportSnapshot(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[ImportSnapshotRequest, ImportSnapshotResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &SnapshotService_ServiceDesc.Streams[2], SnapshotService_ImportSnapshot_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ImportSnapshotRequest, ImportSnapshotResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type SnapshotService_ImportSnapshotClient = grpc.ClientStreamingClient[ImportSnapshotRequest, ImportSnapshotResponse]
+
 // SnapshotServiceServer is the server API for SnapshotService service.
 // All implementations must embed UnimplementedSnapshotServiceServer
 // for forward compatibility.
@@ -148,6 +204,17 @@ type SnapshotServiceServer interface {
 	// by an error alone: UNAVAILABLE SERVER_DRAINING at the server's end,
 	// RESOURCE_EXHAUSTED WATCH_OVERFLOW for a reader that fell too far behind.
 	WatchSnapshots(*WatchSnapshotsRequest, grpc.ServerStreamingServer[WatchSnapshotsResponse]) error
+	// Writes a snapshot out for another instance: its tokens, and what there is of
+	// its state. UNIMPLEMENTED EXCHANGE_UNSUPPORTED without an exchange key.
+	ExportSnapshot(*ExportSnapshotRequest, grpc.ServerStreamingServer[ExportSnapshotResponse]) error
+	// Tells which records of an export are here already, so that they need not
+	// travel. Takes what ExportSnapshot writes with manifest_only.
+	CheckImport(context.Context, *CheckImportRequest) (*CheckImportResponse, error)
+	// Takes a snapshot in that another instance wrote out. All or nothing: a byte
+	// that is not what was signed ends it by the name of its record, with
+	// DATA_LOSS EXPORT_DAMAGED; another model's by FAILED_PRECONDITION
+	// FINGERPRINT_DIFFERS.
+	ImportSnapshot(grpc.ClientStreamingServer[ImportSnapshotRequest, ImportSnapshotResponse]) error
 	mustEmbedUnimplementedSnapshotServiceServer()
 }
 
@@ -175,6 +242,15 @@ func (UnimplementedSnapshotServiceServer) DeleteSnapshot(context.Context, *Delet
 }
 func (UnimplementedSnapshotServiceServer) WatchSnapshots(*WatchSnapshotsRequest, grpc.ServerStreamingServer[WatchSnapshotsResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchSnapshots not implemented")
+}
+func (UnimplementedSnapshotServiceServer) ExportSnapshot(*ExportSnapshotRequest, grpc.ServerStreamingServer[ExportSnapshotResponse]) error {
+	return status.Error(codes.Unimplemented, "method ExportSnapshot not implemented")
+}
+func (UnimplementedSnapshotServiceServer) CheckImport(context.Context, *CheckImportRequest) (*CheckImportResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CheckImport not implemented")
+}
+func (UnimplementedSnapshotServiceServer) ImportSnapshot(grpc.ClientStreamingServer[ImportSnapshotRequest, ImportSnapshotResponse]) error {
+	return status.Error(codes.Unimplemented, "method ImportSnapshot not implemented")
 }
 func (UnimplementedSnapshotServiceServer) mustEmbedUnimplementedSnapshotServiceServer() {}
 func (UnimplementedSnapshotServiceServer) testEmbeddedByValue()                         {}
@@ -298,6 +374,42 @@ func _SnapshotService_WatchSnapshots_Handler(srv interface{}, stream grpc.Server
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type SnapshotService_WatchSnapshotsServer = grpc.ServerStreamingServer[WatchSnapshotsResponse]
 
+func _SnapshotService_ExportSnapshot_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ExportSnapshotRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(SnapshotServiceServer).ExportSnapshot(m, &grpc.GenericServerStream[ExportSnapshotRequest, ExportSnapshotResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type SnapshotService_ExportSnapshotServer = grpc.ServerStreamingServer[ExportSnapshotResponse]
+
+func _SnapshotService_CheckImport_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CheckImportRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SnapshotServiceServer).CheckImport(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: SnapshotService_CheckImport_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SnapshotServiceServer).CheckImport(ctx, req.(*CheckImportRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _SnapshotService_ImportSnapshot_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(SnapshotServiceServer).ImportSnapshot(&grpc.GenericServerStream[ImportSnapshotRequest, ImportSnapshotResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type SnapshotService_ImportSnapshotServer = grpc.ClientStreamingServer[ImportSnapshotRequest, ImportSnapshotResponse]
+
 // SnapshotService_ServiceDesc is the grpc.ServiceDesc for SnapshotService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -325,12 +437,26 @@ var SnapshotService_ServiceDesc = grpc.ServiceDesc{
 			MethodName: "DeleteSnapshot",
 			Handler:    _SnapshotService_DeleteSnapshot_Handler,
 		},
+		{
+			MethodName: "CheckImport",
+			Handler:    _SnapshotService_CheckImport_Handler,
+		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "WatchSnapshots",
 			Handler:       _SnapshotService_WatchSnapshots_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "ExportSnapshot",
+			Handler:       _SnapshotService_ExportSnapshot_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ImportSnapshot",
+			Handler:       _SnapshotService_ImportSnapshot_Handler,
+			ClientStreams: true,
 		},
 	},
 	Metadata: "kvfork/v1/snapshot_service.proto",

@@ -19,6 +19,7 @@ from .client import Client
 from .endpoint import Tls
 from .errors import *  # noqa: F403 - the tree is drawn there; `errors.__all__` names it
 from .errors import __all__ as _error_names
+from .exchanging import AsyncExport, Export
 from .generating import GenerateOptions
 from .handles import ForkResult
 from .messages import (
@@ -54,6 +55,7 @@ from .values import (
     Changed,
     Channel,
     Delta,
+    ExportSummary,
     Extended,
     Finished,
     FinishReason,
@@ -61,6 +63,8 @@ from .values import (
     Gone,
     GoneReason,
     HealthStatus,
+    ImportCheck,
+    Imported,
     Limits,
     Marked,
     MissReason,
@@ -87,6 +91,7 @@ from .watching import AsyncWatch, Watch
 __all__ = [
     "Admission",
     "AsyncClient",
+    "AsyncExport",
     "AsyncGeneration",
     "AsyncSnapshot",
     "AsyncWatch",
@@ -98,6 +103,8 @@ __all__ = [
     "Constraint",
     "Delta",
     "Durability",
+    "Export",
+    "ExportSummary",
     "Extended",
     "FinishReason",
     "Finished",
@@ -109,6 +116,8 @@ __all__ = [
     "GoneReason",
     "HealthStatus",
     "Image",
+    "ImportCheck",
+    "Imported",
     "InputLike",
     "Landmark",
     "Limits",

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 from . import calls
 from .asynchronous import AsyncGeneration, AsyncSnapshot, created
 from .connection import AsyncConnection
-from .endpoint import Tls, endpoint
+from .encode import instance_of
+from .endpoint import Tls, endpoint, routed
+from .exchange_wire import export_request
+from .exchanging import AsyncExport, async_imported
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
-from .values import CacheStats, Extended, HealthStatus, ModelInfo, Plan, ServerInfo, SnapshotInfo, TokenCount
+from .values import (
+    CacheStats,
+    Extended,
+    HealthStatus,
+    ImportCheck,
+    Imported,
+    ModelInfo,
+    Plan,
+    ServerInfo,
+    SnapshotInfo,
+    TokenCount,
+)
 from .watch_wire import watch_request
 from .watching import AsyncWatch
 
@@ -22,6 +36,7 @@ class AsyncClient:
 
     token: sent as a bearer token. tls: True or a `Tls`; by default plaintext. timeout: seconds for calls that give none
     of their own. retry: repeat calls that found the server unavailable, up to 4 times, before any reply began.
+    instance: the one that a proxy in front of several servers is to send calls to; see `routed`.
     """
 
     def __init__(
@@ -32,8 +47,10 @@ class AsyncClient:
         tls: Tls | bool | None = None,
         timeout: float | None = None,
         retry: bool = True,
+        instance: str = "",
     ) -> None:
-        self._connection = AsyncConnection(endpoint(target, token=token, tls=tls, retry=retry), timeout)
+        where = endpoint(target, token=token, tls=tls, retry=retry)
+        self._connection = AsyncConnection(routed(where, instance=instance, session=None), timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,6 +77,17 @@ class AsyncClient:
         made._connection = self._connection.in_name_of(token)
         return made
 
+    def routed(self, *, instance: str | None = None, session: str | None = None) -> AsyncClient:
+        """A client over this one's connection whose calls a proxy in front of several servers sends to one of them.
+
+        instance: that server, for every call that names no handle of another one: a name from elsewhere, listings,
+        watches, server info. session: whichever server, but the same for all calls that say the same. Empty: no wish.
+        A handle that came from a server goes there by itself. Closing does nothing, as with `with_token`.
+        """
+        made = object.__new__(AsyncClient)
+        made._connection = self._connection.routed(instance, session)
+        return made
+
     def generate(
         self,
         input: InputLike | None = None,
@@ -74,7 +102,9 @@ class AsyncClient:
         """
         request = generate_request(input, parent, **options)
         source = parent if isinstance(parent, AsyncSnapshot) else None
-        return AsyncGeneration(self._connection, request.SerializeToString(), timeout, source=source)
+        return AsyncGeneration(
+            self._connection, request.SerializeToString(), timeout, source=source, instance=instance_of(parent)
+        )
 
     async def create_snapshot(
         self,
@@ -149,6 +179,55 @@ class AsyncClient:
             name, descendants=descendants, stop_active=stop_active, allow_missing=allow_missing
         )
         return await self._connection.unary(call, timeout)
+
+    def export_snapshot(
+        self,
+        name: SnapshotRef,
+        *,
+        held: Iterable[bytes] = (),
+        manifest_only: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncExport:
+        """Writes a snapshot out for another server: iterate the result for its bytes. Errors come out of it.
+
+        `held`: records to leave out, as the other server's `check_import` names them.
+        """
+        request = export_request(name, held, manifest_only=manifest_only)
+        return AsyncExport(self._connection, request, timeout, instance_of(name))
+
+    async def check_import(self, manifest: bytes, *, timeout: float | None = None) -> ImportCheck:
+        """What of an export is here already. `manifest`: all bytes of an export with `manifest_only`."""
+        return await self._connection.unary(calls.check_import(manifest), timeout)
+
+    async def import_snapshot(
+        self,
+        data: Iterable[bytes] | AsyncIterable[bytes],
+        *,
+        options: SaveOptions | None = None,
+        timeout: float | None = None,
+    ) -> Imported[AsyncSnapshot]:
+        """Takes a snapshot in, all or nothing. `data`: an export, in pieces of any size.
+
+        What `options` leave out is what it had: id, ttl, labels. Raises ExportDamaged, FingerprintDiffers and others.
+        """
+        return await async_imported(self._connection, data, options, timeout)
+
+    async def copy_snapshot(
+        self,
+        name: SnapshotRef,
+        to: AsyncClient,
+        *,
+        options: SaveOptions | None = None,
+        timeout: float | None = None,
+    ) -> Imported[AsyncSnapshot]:
+        """Brings a snapshot to another server; only what is missing there travels. Both need the same exchange key.
+
+        `timeout` is that of each of the calls that it takes.
+        """
+        async with self.export_snapshot(name, manifest_only=True, timeout=timeout) as manifest:
+            held = (await to.check_import(await manifest.read(), timeout=timeout)).held
+        async with self.export_snapshot(name, held=held, timeout=timeout) as export:
+            return await to.import_snapshot(export, options=options, timeout=timeout)
 
     async def count_tokens(
         self,

@@ -15,7 +15,7 @@ import grpc.aio
 
 from . import calls
 from .connection import AsyncByteStream, AsyncConnection, locally_cancelled, translate
-from .errors import Cancelled, KVForkError
+from .errors import Cancelled, KVForkError, WrongInstance
 from .folding import Folding
 from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
@@ -62,7 +62,9 @@ class AsyncSnapshot(SnapshotHandle):
     ) -> AsyncGeneration:
         """Continues from here; see `AsyncClient.generate`."""
         request = generate_request(input, self, **options)
-        return AsyncGeneration(self._connection, request.SerializeToString(), timeout, source=self)
+        return AsyncGeneration(
+            self._connection, request.SerializeToString(), timeout, source=self, instance=self.instance
+        )
 
     async def fork(
         self,
@@ -150,6 +152,8 @@ class AsyncSnapshot(SnapshotHandle):
     ) -> None:
         try:
             await self.release(stop_active=True)
+        except WrongInstance:  # a restart has taken its server's place: there is nothing to let go of
+            return
         except KVForkError:
             if kind is None:  # else the body's own error says more
                 raise
@@ -183,13 +187,20 @@ class AsyncGeneration(GenerationHandle[AsyncSnapshot]):
     """
 
     def __init__(
-        self, connection: AsyncConnection, request: bytes, timeout: float | None, source: SnapshotHandle | None = None
+        self,
+        connection: AsyncConnection,
+        request: bytes,
+        timeout: float | None,
+        *,
+        source: SnapshotHandle | None = None,
+        instance: str = "",
     ) -> None:
+        """`source`: the handle it goes on from; `instance`: the server that holds it, where that is known."""
         super().__init__(Folding(lambda info: AsyncSnapshot(connection, info)), time.monotonic())
         self._connection = connection
         self._source = source
         self._stop_wanted = False
-        self._stream = connection.generate(request, timeout)
+        self._stream = connection.generate(request, timeout, instance)
         # grpc.aio since 1.83 neither collects nor cancels a call that nobody holds any more (grpc/grpc#43462).
         self._abandon = weakref.finalize(self, give_up, asyncio.get_running_loop(), self._stream)
         self._abandon.atexit = False
@@ -222,7 +233,7 @@ class AsyncGeneration(GenerationHandle[AsyncSnapshot]):
             return False
         self._stop_wanted = True
         started = self._folding.started
-        return await self._connection.unary(calls.stop(started.generation)) if started else True
+        return await self._connection.unary(_stop(started)) if started else True
 
     def cancel(self) -> None:
         """Gives up at once; nothing more will come. Does nothing after the end."""
@@ -269,7 +280,7 @@ class AsyncGeneration(GenerationHandle[AsyncSnapshot]):
                 continue
             seen = folding.add(event, time.monotonic())
             if isinstance(seen, Started) and self._stop_wanted:
-                await self._connection.unary(calls.stop(seen.generation))
+                await self._connection.unary(_stop(seen))
             elif isinstance(seen, Finished):
                 await self._drain()
             return seen
@@ -324,3 +335,7 @@ def give_up(loop: asyncio.AbstractEventLoop, stream: AsyncByteStream) -> None:
         stream.cancel()
     elif not loop.is_closed():
         loop.call_soon_threadsafe(stream.cancel)
+
+
+def _stop(started: Started) -> calls.Call[bool]:
+    return calls.stop(started.generation, started.instance)

@@ -13,7 +13,7 @@ import grpc
 
 from . import calls
 from .connection import Connection, translate
-from .errors import Cancelled, KVForkError
+from .errors import Cancelled, KVForkError, WrongInstance
 from .folding import Folding
 from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
@@ -59,7 +59,7 @@ class Snapshot(SnapshotHandle):
     ) -> Generation:
         """Continues from here; see `Client.generate`."""
         request = generate_request(input, self, **options)
-        return Generation(self._connection, request.SerializeToString(), timeout, source=self)
+        return Generation(self._connection, request.SerializeToString(), timeout, source=self, instance=self.instance)
 
     def fork(
         self,
@@ -147,6 +147,8 @@ class Snapshot(SnapshotHandle):
     ) -> None:
         try:
             self.release(stop_active=True)
+        except WrongInstance:  # a restart has taken its server's place: there is nothing to let go of
+            return
         except KVForkError:
             if kind is None:  # else the body's own error says more
                 raise
@@ -180,13 +182,20 @@ class Generation(GenerationHandle[Snapshot]):
     """
 
     def __init__(
-        self, connection: Connection, request: bytes, timeout: float | None, source: SnapshotHandle | None = None
+        self,
+        connection: Connection,
+        request: bytes,
+        timeout: float | None,
+        *,
+        source: SnapshotHandle | None = None,
+        instance: str = "",
     ) -> None:
+        """`source`: the handle it goes on from; `instance`: the server that holds it, where that is known."""
         super().__init__(Folding(lambda info: Snapshot(connection, info)), time.monotonic())
         self._connection = connection
         self._source = source
         self._stop_wanted = False
-        self._stream = connection.generate(request, timeout)
+        self._stream = connection.generate(request, timeout, instance)
         # The channel keeps a call going that nobody holds any more; the server would generate for nobody.
         self._abandon = weakref.finalize(self, self._stream.cancel)
         self._abandon.atexit = False
@@ -225,7 +234,7 @@ class Generation(GenerationHandle[Snapshot]):
             return False
         self._stop_wanted = True
         started = self._folding.started
-        return self._connection.unary(calls.stop(started.generation)) if started else True
+        return self._connection.unary(_stop(started)) if started else True
 
     def cancel(self) -> None:
         """Gives up at once; nothing more will come. Does nothing after the end."""
@@ -261,7 +270,7 @@ class Generation(GenerationHandle[Snapshot]):
                 continue
             seen = folding.add(event, time.monotonic())
             if isinstance(seen, Started) and self._stop_wanted:
-                self._connection.unary(calls.stop(seen.generation))
+                self._connection.unary(_stop(seen))
             elif isinstance(seen, Finished):
                 self._drain()
             return seen
@@ -284,3 +293,7 @@ class Generation(GenerationHandle[Snapshot]):
             self._source.noted(error)
         self._folding.fail(error)
         return self._folding.error or error
+
+
+def _stop(started: Started) -> calls.Call[bool]:
+    return calls.stop(started.generation, started.instance)

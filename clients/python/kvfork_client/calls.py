@@ -19,7 +19,7 @@ from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as types_pb
 
-from . import decode, encode
+from . import decode, encode, exchange_wire
 from .health import check_request, check_status
 from .messages import (
     InputLike,
@@ -36,6 +36,7 @@ from .values import (
     Extended,
     Forked,
     HealthStatus,
+    ImportCheck,
     ModelInfo,
     Plan,
     RolledBack,
@@ -54,11 +55,15 @@ MAX_NAMES_PER_EXTEND = 1000  # the contract's bound on ExtendSnapshotsRequest.na
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[R]):
-    """One unary call: method path, serialized request, and what makes a value of the reply's bytes."""
+    """One unary call: method path, serialized request, and what makes a value of the reply's bytes.
+
+    `instance`: the server that holds the snapshot it is about; empty where it is about none, or nobody knows.
+    """
 
     path: str
     request: bytes
     parse: Callable[[bytes], R]
+    instance: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ def create_snapshot(
         INFERENCE + "CreateSnapshot",
         request,
         lambda data: decode.created(_read(inference_pb.CreateSnapshotResponse, data)),
+        parent,
     )
 
 
@@ -115,7 +121,9 @@ def fork(
         ],
         request_id=request_id or _new_request_id(),
     )
-    return _call(INFERENCE + "Fork", request, lambda data: decode.forked(_read(inference_pb.ForkResponse, data)))
+    return _call(
+        INFERENCE + "Fork", request, lambda data: decode.forked(_read(inference_pb.ForkResponse, data)), parent
+    )
 
 
 def rollback(
@@ -144,7 +152,10 @@ def rollback(
         request_id=request_id or _new_request_id(),
     )
     return _call(
-        INFERENCE + "Rollback", request, lambda data: decode.rolled_back(_read(inference_pb.RollbackResponse, data))
+        INFERENCE + "Rollback",
+        request,
+        lambda data: decode.rolled_back(_read(inference_pb.RollbackResponse, data)),
+        source,
     )
 
 
@@ -162,6 +173,7 @@ def count_tokens(
         INFERENCE + "CountTokens",
         request,
         lambda data: decode.token_count(_read(inference_pb.CountTokensResponse, data)),
+        parent,
     )
 
 
@@ -175,14 +187,20 @@ def plan(
         plan=inference_pb.PlanOptions(branches=branches, max_tokens=max_tokens),
     )
     return _call(
-        INFERENCE + "CountTokens", request, lambda data: decode.plan(_read(inference_pb.CountTokensResponse, data))
+        INFERENCE + "CountTokens",
+        request,
+        lambda data: decode.plan(_read(inference_pb.CountTokensResponse, data)),
+        parent,
     )
 
 
-def stop(generation: str) -> Call[bool]:
+def stop(generation: str, instance: str = "") -> Call[bool]:
     request = inference_pb.StopGenerationRequest(generation=generation)
-    return _call(
-        INFERENCE + "StopGeneration", request, lambda data: _read(inference_pb.StopGenerationResponse, data).was_running
+    return Call(
+        INFERENCE + "StopGeneration",
+        request.SerializeToString(),
+        lambda data: _read(inference_pb.StopGenerationResponse, data).was_running,
+        instance,
     )
 
 
@@ -192,13 +210,17 @@ def get_snapshot(ref: SnapshotRef) -> Call[SnapshotInfo]:
         SNAPSHOTS + "GetSnapshot",
         request,
         lambda data: decode.snapshot(_read(snapshot_pb.GetSnapshotResponse, data).snapshot),
+        ref,
     )
 
 
 def snapshot_tokens(ref: SnapshotRef) -> Call[tuple[int, ...]]:
     request = snapshot_pb.GetSnapshotRequest(name=encode.snapshot_name(ref), include_tokens=True)
     return _call(
-        SNAPSHOTS + "GetSnapshot", request, lambda data: tuple(_read(snapshot_pb.GetSnapshotResponse, data).token_ids)
+        SNAPSHOTS + "GetSnapshot",
+        request,
+        lambda data: tuple(_read(snapshot_pb.GetSnapshotResponse, data).token_ids),
+        ref,
     )
 
 
@@ -213,7 +235,7 @@ def list_snapshots(
         reply = _read(snapshot_pb.ListSnapshotsResponse, data)
         return Page(tuple(decode.snapshot(one) for one in reply.snapshots), reply.next_page_token)
 
-    return _call(SNAPSHOTS + "ListSnapshots", request, parse)
+    return _call(SNAPSHOTS + "ListSnapshots", request, parse, parent)
 
 
 def update_snapshot(
@@ -250,21 +272,27 @@ def update_snapshot(
         SNAPSHOTS + "UpdateSnapshot",
         request,
         lambda data: decode.snapshot(_read(snapshot_pb.UpdateSnapshotResponse, data).snapshot),
+        ref,
     )
 
 
 def extend_snapshots(refs: Iterable[SnapshotRef], *, ttl: Seconds | None) -> list[Call[Extended]]:
-    """One call per thousand names; the results are to be put together with `join_extended`."""
-    names = [encode.snapshot_name(ref) for ref in refs]
+    """One call per instance and thousand names; the results are to be put together with `join_extended`."""
+    by_instance: dict[str, list[SnapshotRef]] = {}
+    for ref in refs:
+        by_instance.setdefault(encode.instance_of(ref), []).append(ref)
     return [
         _call(
             SNAPSHOTS + "ExtendSnapshots",
             snapshot_pb.ExtendSnapshotsRequest(
-                names=names[start : start + MAX_NAMES_PER_EXTEND], ttl=None if ttl is None else encode.duration(ttl)
+                names=[encode.snapshot_name(ref) for ref in there[start : start + MAX_NAMES_PER_EXTEND]],
+                ttl=None if ttl is None else encode.duration(ttl),
             ),
             lambda data: decode.extended(_read(snapshot_pb.ExtendSnapshotsResponse, data)),
+            there[0],
         )
-        for start in range(0, len(names), MAX_NAMES_PER_EXTEND)
+        for there in by_instance.values()
+        for start in range(0, len(there), MAX_NAMES_PER_EXTEND)
     ]
 
 
@@ -285,7 +313,12 @@ def delete_snapshot(
         SNAPSHOTS + "DeleteSnapshot",
         request,
         lambda data: tuple(_read(snapshot_pb.DeleteSnapshotResponse, data).deleted),
+        ref,
     )
+
+
+def check_import(manifest: bytes) -> Call[ImportCheck]:
+    return Call(exchange_wire.CHECK, exchange_wire.check_request(manifest), exchange_wire.read_check)
 
 
 def server_info() -> Call[ServerInfo]:
@@ -342,8 +375,8 @@ def _read(kind: type[M], data: bytes) -> M:
     return kind.FromString(data)
 
 
-def _call(path: str, request: ProtoMessage, parse: Callable[[bytes], R]) -> Call[R]:
-    return Call(path, request.SerializeToString(), parse)
+def _call(path: str, request: ProtoMessage, parse: Callable[[bytes], R], about: SnapshotRef | None = None) -> Call[R]:
+    return Call(path, request.SerializeToString(), parse, encode.instance_of(about))
 
 
 def _input(value: InputLike | None, parent: SnapshotRef | None) -> Any:

@@ -13,8 +13,9 @@ import grpc
 import grpc.aio
 
 from .calls import Call
-from .endpoint import Endpoint, in_name_of
+from .endpoint import Endpoint, in_name_of, routed
 from .errors import Cancelled, KVForkError
+from .exchange_wire import EXPORT
 from .generating import GENERATE
 from .status import from_status
 from .watch_wire import WATCH
@@ -70,26 +71,35 @@ class Connection:
         """The same channel with another token. Raises ValueError."""
         return Connection(in_name_of(self.where, token), self._timeout, over=self)
 
+    def routed(self, instance: str | None, session: str | None) -> Connection:
+        """The same channel with another route. Raises ValueError."""
+        return Connection(routed(self.where, instance=instance, session=session), self._timeout, over=self)
+
     def unary(self, call: Call[R], timeout: float | None = None) -> R:
         """Blocks until the reply. Raises KVForkError."""
         method: Any = self.channel.unary_unary(call.path)
         try:
-            reply = method(call.request, timeout=self._deadline(timeout), metadata=self.where.metadata)
+            metadata = self.where.metadata(call.instance)
+            reply = method(call.request, timeout=self.deadline(timeout), metadata=metadata)
         except grpc.RpcError as error:
             raise translate(error) from None
         return call.parse(reply)
 
-    def generate(self, request: bytes, timeout: float | None) -> ByteStream:
-        """Starts a generation; errors come out of the stream."""
-        return self._stream(GENERATE, request, self._deadline(timeout))
+    def generate(self, request: bytes, timeout: float | None, instance: str = "") -> ByteStream:
+        """Starts a generation; errors come out of the stream. `instance`: as in a `Call`."""
+        return self._stream(GENERATE, request, self.deadline(timeout), instance)
 
     def watch(self, request: bytes, timeout: float | None) -> ByteStream:
         """Starts a watch, which ends with `timeout` alone: the connection's is for calls that end."""
-        return self._stream(WATCH, request, timeout)
+        return self._stream(WATCH, request, timeout, "")
 
-    def _stream(self, path: str, request: bytes, timeout: float | None) -> ByteStream:
+    def export(self, request: bytes, timeout: float | None, instance: str = "") -> ByteStream:
+        """Starts an export. `instance`: as in a `Call`."""
+        return self._stream(EXPORT, request, self.deadline(timeout), instance)
+
+    def _stream(self, path: str, request: bytes, timeout: float | None, instance: str) -> ByteStream:
         method: Any = self.channel.unary_stream(path)
-        stream: ByteStream = method(request, timeout=timeout, metadata=self.where.metadata)
+        stream: ByteStream = method(request, timeout=timeout, metadata=self.where.metadata(instance))
         return stream
 
     def close(self) -> None:
@@ -97,7 +107,8 @@ class Connection:
         if self._over is None:
             self.channel.close()
 
-    def _deadline(self, timeout: float | None) -> float | None:
+    def deadline(self, timeout: float | None) -> float | None:
+        """A call's timeout, or else the connection's."""
         return self._timeout if timeout is None else timeout
 
 
@@ -115,11 +126,17 @@ class AsyncConnection:
         """The same channel with another token. Raises ValueError."""
         return AsyncConnection(in_name_of(self.where, token), self._timeout, over=self._over or self)
 
+    def routed(self, instance: str | None, session: str | None) -> AsyncConnection:
+        """The same channel with another route. Raises ValueError."""
+        where = routed(self.where, instance=instance, session=session)
+        return AsyncConnection(where, self._timeout, over=self._over or self)
+
     async def unary(self, call: Call[R], timeout: float | None = None) -> R:
         """Raises KVForkError. Cancelling the task cancels the call."""
         method: Any = self.open().unary_unary(call.path)
         try:
-            reply = await method(call.request, timeout=self._deadline(timeout), metadata=self._metadata())
+            metadata = self.metadata(call.instance)
+            reply = await method(call.request, timeout=self.deadline(timeout), metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         except asyncio.CancelledError:
@@ -128,17 +145,21 @@ class AsyncConnection:
             raise
         return call.parse(reply)
 
-    def generate(self, request: bytes, timeout: float | None) -> AsyncByteStream:
-        """Starts a generation; errors come out of the stream."""
-        return self._stream(GENERATE, request, self._deadline(timeout))
+    def generate(self, request: bytes, timeout: float | None, instance: str = "") -> AsyncByteStream:
+        """Starts a generation; errors come out of the stream. `instance`: as in a `Call`."""
+        return self._stream(GENERATE, request, self.deadline(timeout), instance)
 
     def watch(self, request: bytes, timeout: float | None) -> AsyncByteStream:
         """Starts a watch, which ends with `timeout` alone: the connection's is for calls that end."""
-        return self._stream(WATCH, request, timeout)
+        return self._stream(WATCH, request, timeout, "")
 
-    def _stream(self, path: str, request: bytes, timeout: float | None) -> AsyncByteStream:
+    def export(self, request: bytes, timeout: float | None, instance: str = "") -> AsyncByteStream:
+        """Starts an export. `instance`: as in a `Call`."""
+        return self._stream(EXPORT, request, self.deadline(timeout), instance)
+
+    def _stream(self, path: str, request: bytes, timeout: float | None, instance: str) -> AsyncByteStream:
         method: Any = self.open().unary_stream(path)
-        stream: AsyncByteStream = method(request, timeout=timeout, metadata=self._metadata())
+        stream: AsyncByteStream = method(request, timeout=timeout, metadata=self.metadata(instance))
         return stream
 
     async def close(self) -> None:
@@ -160,8 +181,10 @@ class AsyncConnection:
             )
         return self._channel
 
-    def _metadata(self) -> grpc.aio.Metadata:
-        return grpc.aio.Metadata(*self.where.metadata)
+    def metadata(self, instance: str = "") -> grpc.aio.Metadata:
+        """What every call carries. `instance`: as in a `Call`."""
+        return grpc.aio.Metadata(*self.where.metadata(instance))
 
-    def _deadline(self, timeout: float | None) -> float | None:
+    def deadline(self, timeout: float | None) -> float | None:
+        """A call's timeout, or else the connection's."""
         return self._timeout if timeout is None else timeout

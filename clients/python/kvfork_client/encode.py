@@ -62,6 +62,11 @@ def snapshot_name(ref: SnapshotRef | None) -> str:
     return ref if isinstance(ref, str) else ref.name
 
 
+def instance_of(ref: SnapshotRef | None) -> str:
+    """The server that a handle or an info says holds it; empty for None, and for a name alone."""
+    return "" if ref is None or isinstance(ref, str) else getattr(ref, "instance", "")
+
+
 def _part(part: Part) -> types_pb.Part:
     if isinstance(part, str):
         return types_pb.Part(text=part)

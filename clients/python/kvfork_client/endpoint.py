@@ -1,4 +1,4 @@
-"""Where a server is and how to talk to it: address, TLS, token, channel options. Pure; opens nothing.
+"""Where a server is and how to talk to it: address, TLS, token, route, channel options. Pure; opens nothing.
 
 The plaintext default is for loopback and unix sockets, and a token is sent in the clear only there.
 """
@@ -35,6 +35,8 @@ SERVICE_CONFIG = json.dumps(
         ]
     }
 )
+INSTANCE = "x-kvfork-instance"  # metadata: the one server that a call is for; a proxy routes by it
+SESSION = "x-kvfork-session"  # metadata: calls of one session belong on one server; for a proxy alone
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024  # token lists and log-probabilities of long contexts pass gRPC's 4 MiB
 
 
@@ -56,12 +58,23 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """All a channel needs."""
+    """All a channel needs, and what its calls say of themselves: in whose name they are, and where they should go."""
 
     target: str
     tls: Tls | None
-    metadata: tuple[tuple[str, str], ...]
     options: ChannelOptions
+    token: str = ""
+    instance: str = ""
+    session: str = ""
+
+    def metadata(self, instance: str = "") -> tuple[tuple[str, str], ...]:
+        """Of a call. `instance`: who holds the snapshot that it is about, which counts before the endpoint's own."""
+        said = (
+            ("authorization", f"Bearer {self.token}" if self.token else ""),
+            (INSTANCE, instance or self.instance),
+            (SESSION, self.session),
+        )
+        return tuple((key, value) for key, value in said if value)
 
 
 def endpoint(target: str, *, token: str | None, tls: Tls | bool | None, retry: bool) -> Endpoint:
@@ -82,18 +95,30 @@ def endpoint(target: str, *, token: str | None, tls: Tls | bool | None, retry: b
         options.append(("grpc.enable_http_proxy", 0))  # a proxy variable must not catch loopback
     if secure and secure.server_name:
         options.append(("grpc.ssl_target_name_override", secure.server_name))
-    return in_name_of(Endpoint(address, secure, (), tuple(options)), token)
+    return in_name_of(Endpoint(address, secure, tuple(options)), token)
 
 
 def in_name_of(where: Endpoint, token: str | None) -> Endpoint:
     """The same place, asked in the name that `token` proves. Raises ValueError as `endpoint` does for a token."""
     if not token:
-        return replace(where, metadata=())
+        return replace(where, token="")
     if not where.tls and not is_local(where.target):
         raise ValueError(f"refusing to send a token to {where.target} without TLS; pass tls=True, or a Tls with its ca")
     if not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError("a token is printable ASCII without spaces; was it read with its line end?")
-    return replace(where, metadata=(("authorization", f"Bearer {token}"),))
+    return replace(where, token=token)
+
+
+def routed(where: Endpoint, *, instance: str | None, session: str | None) -> Endpoint:
+    """The same place with another route; None leaves that part as it is. Raises ValueError for what no header holds."""
+    for what, value in (("an instance", instance), ("a session", session)):
+        if value and not (value.isascii() and value.isprintable() and value == value.strip()):
+            raise ValueError(f"{what} is printable ASCII without spaces around it")
+    return replace(
+        where,
+        instance=where.instance if instance is None else instance,
+        session=where.session if session is None else session,
+    )
 
 
 def normal_target(target: str) -> str:

@@ -2,25 +2,28 @@
 
     KVForkError                      .reason .text .metadata .fields .retry_after .resource .advice
     ├── InvalidArgument              ModelMismatch, ContextOverflow, ImageUnsupported, ImageInvalid, ImageTooLarge,
-    │                                CutInsideImage, ConstraintFailed, RequestIdReused, ImmutableField, PageTokenInvalid
+    │                                CutInsideImage, ConstraintFailed, RequestIdReused, ImmutableField,
+    │                                PageTokenInvalid, ExportUnreadable
     ├── NotFound
     │   ├── ModelNotFound
     │   └── SnapshotNotFound         SnapshotExpired, SnapshotDeleted, SnapshotRolledBack, SnapshotEvicted,
     │                                SnapshotNotDurable
     ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
-    │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld
+    │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld, FingerprintDiffers,
+    │                                ExchangeKeyDiffers
     ├── ResourceExhausted            QueueFull, CallQuota, ActiveMemory, SnapshotQuota, PinQuota, StoreFull,
-    │                                ForkMemory, ImageMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota
+    │                                ForkMemory, ImageMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota,
+    │                                ExchangeQuota
     ├── Unavailable                  ServerDraining, ModelLoading, EngineDown, TlsFailed
     ├── OutOfRange                   RollbackBeyondEnd, ResumeTokenExpired
     ├── AlreadyExists                SnapshotIdTaken
-    ├── Aborted                      RequestInProgress
+    ├── Aborted                      RequestInProgress, ExportIncomplete
     ├── PermissionDenied             AdminRequired
-    ├── DataLoss                     CheckpointCorrupt
+    ├── DataLoss                     CheckpointCorrupt, ExportDamaged
     ├── Internal                     .incident
     ├── DeadlineExceeded             DeadlineUnmet
     ├── Unauthenticated              TokenMissing, TokenUnknown, CertificateUnusable
-    └── Unimplemented, Cancelled, Unknown
+    └── Unimplemented (ExchangeUnsupported), Cancelled, Unknown
 
 The class is looked up by status code and reason; a reason this client does not know gets the class of its code.
 """
@@ -49,8 +52,15 @@ __all__ = [
     "DeadlineExceeded",
     "DeadlineUnmet",
     "EngineDown",
+    "ExchangeKeyDiffers",
+    "ExchangeQuota",
+    "ExchangeUnsupported",
+    "ExportDamaged",
+    "ExportIncomplete",
+    "ExportUnreadable",
     "FailedPrecondition",
     "FieldViolation",
+    "FingerprintDiffers",
     "ForkMemory",
     "ImageInvalid",
     "ImageMemory",
@@ -217,6 +227,11 @@ class PageTokenInvalid(InvalidArgument):
     advice = "start the listing over"
 
 
+class ExportUnreadable(InvalidArgument):
+    REASON = "EXPORT_UNREADABLE"
+    advice = "send an export as it is, from its first byte on"
+
+
 class NotFound(KVForkError):
     """Something named does not exist; `resource` is its name."""
 
@@ -325,6 +340,20 @@ class ImageNotHeld(FailedPrecondition):
     advice = "send the image's bytes"
 
 
+class FingerprintDiffers(FailedPrecondition):
+    """A snapshot of another model or other software. metadata: have, want, model."""
+
+    REASON = "FINGERPRINT_DIFFERS"
+    advice = "serve the same model with the same software there, or make the snapshot again from its tokens"
+
+
+class ExchangeKeyDiffers(FailedPrecondition):
+    """metadata: have, want (what tells the keys apart)."""
+
+    REASON = "EXCHANGE_KEY_DIFFERS"
+    advice = "start both servers with the same exchange key"
+
+
 class ResourceExhausted(KVForkError):
     """A quota or a limit; `retry_after` is set where waiting helps."""
 
@@ -403,6 +432,13 @@ class WatchQuota(ResourceExhausted):
     advice = "end a watch, or share one"
 
 
+class ExchangeQuota(ResourceExhausted):
+    """metadata: limit."""
+
+    REASON = "EXCHANGE_QUOTA"
+    advice = "wait for some of the exports and imports to end"
+
+
 class Unavailable(KVForkError):
     """The server cannot serve now, or cannot be reached."""
 
@@ -471,6 +507,13 @@ class RequestInProgress(Aborted):
     advice = "the same request is still running: wait for it"
 
 
+class ExportIncomplete(Aborted):
+    """metadata: record."""
+
+    REASON = "EXPORT_INCOMPLETE"
+    advice = "check what is missing and export it again; what came is not sent twice"
+
+
 class PermissionDenied(KVForkError):
     CODE = grpc.StatusCode.PERMISSION_DENIED
 
@@ -509,6 +552,13 @@ class CheckpointCorrupt(DataLoss):
     advice = "make the snapshot again"
 
 
+class ExportDamaged(DataLoss):
+    """metadata: record."""
+
+    REASON = "EXPORT_DAMAGED"
+    advice = "export the snapshot again; nothing of the damaged export was kept"
+
+
 class Internal(KVForkError):
     """The server's fault; `incident` leads to its log."""
 
@@ -519,6 +569,11 @@ class Internal(KVForkError):
 class Unimplemented(KVForkError):
     CODE = grpc.StatusCode.UNIMPLEMENTED
     advice = "this server does not have that yet; its info lists the features it has"
+
+
+class ExchangeUnsupported(Unimplemented):
+    REASON = "EXCHANGE_UNSUPPORTED"
+    advice = "start the servers with an exchange key"
 
 
 class DeadlineExceeded(KVForkError):

@@ -38,6 +38,11 @@ class SnapshotHandle:
         return self.info.name
 
     @property
+    def instance(self) -> str:
+        """The server that holds it; empty for a handle made of a name alone, until `refresh()`."""
+        return self.info.instance
+
+    @property
     def parent(self) -> str:
         return self.info.parent
 

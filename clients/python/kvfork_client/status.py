@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from .errors import FieldViolation, KVForkError, TlsFailed, Unknown
+from .errors import FieldViolation, KVForkError, TlsFailed, Unavailable, Unknown
 
 DETAILS_KEY = "grpc-status-details-bin"
 
@@ -50,6 +50,10 @@ def from_status(code: grpc.StatusCode, text: str, trailers: Iterable[tuple[str, 
             incident = detail.request_id
     if code is grpc.StatusCode.UNAVAILABLE and not reason and "handshake failed" in text.lower():
         return TlsFailed(text)
+    if code is grpc.StatusCode.INTERNAL and not reason and "RST_STREAM" in text:
+        # What a proxy says when its server vanished behind a stream that had begun; the server's own INTERNAL has a
+        # reason. Without a proxy the same is UNAVAILABLE.
+        return Unavailable(text)
     return error_class(code, reason)(
         text,
         reason=reason,

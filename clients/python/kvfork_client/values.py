@@ -218,6 +218,40 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSummary:
+    """What is in an export; sizes in bytes.
+
+    Of `snapshot`'s tokens, the state of `state_tokens` travels or is held by the other side. The rest is computed again
+    where it is used.
+    """
+
+    snapshot: SnapshotInfo
+    records: int
+    held_records: int
+    bytes: int
+    state_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportCheck:
+    """What of an export a server holds already, to be left out of it, and how much is missing."""
+
+    held: tuple[bytes, ...]
+    missing_records: int
+    missing_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported(Generic[S]):
+    """A snapshot that came from another server, what came with it, and how much of it was there already."""
+
+    snapshot: S
+    received_records: int
+    received_bytes: int
+    held_records: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Marked(Generic[S]):
     """A mark was passed. Without a snapshot, `save_error_reason` says why it could not be kept."""
 

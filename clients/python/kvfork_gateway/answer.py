@@ -49,23 +49,18 @@ class Choice:
     def delta(self, event: Delta) -> list[Chunk]:
         """What a stream shows of it: parts of choices, without index."""
         self.ids.extend(event.token_ids)
-        channel = event.channel
-        if channel is Channel.TOOL_CALL and not self._wants_calls:
-            channel = Channel.ANSWER
-        if channel is Channel.REASONING:
-            self.reasoning_tokens += event.token_count
-        if channel is not Channel.REASONING:
-            self.said.append(event.text)
-        shown: list[Chunk] = []
-        if channel is not Channel.TOOL_CALL:
-            shown += self._end_of_calls()
-        if channel is Channel.TOOL_CALL:
-            self._call += event.text
-        elif channel is Channel.REASONING:
-            shown += self._show(reasoning_content=event.text) if event.text else []
-        else:
-            shown += self._answer(event.text, event.logprobs)
-        return shown
+        match event.channel:
+            case Channel.REASONING:
+                self.reasoning_tokens += event.token_count
+                shown = self._end_of_calls()
+                return shown + self._show(reasoning_content=event.text) if event.text else shown
+            case Channel.TOOL_CALL if self._wants_calls:
+                self.said.append(event.text)
+                self._call += event.text
+                return []
+            case _:
+                self.said.append(event.text)
+                return self._end_of_calls() + self._answer(event.text, event.logprobs)
 
     def finish(self, event: Finished[AsyncSnapshot]) -> list[Chunk]:
         """The rest, and last of all the reason."""

@@ -65,7 +65,7 @@ class Completion:
             assert isinstance(started, kv.Started)
 
     async def whole(self) -> Chunk:
-        """The answer in one piece. Raises Refused."""
+        """The answer in one piece. Raises Refused, or what ended the reading of it."""
         async for _ in self._shown():
             pass
         return {
@@ -76,7 +76,7 @@ class Completion:
         }
 
     async def parts(self) -> AsyncGenerator[Chunk | None, None]:
-        """The chunks of a stream; None to show that it goes on. Raises Refused."""
+        """The chunks of a stream; None to show that it goes on. Raises as `whole`."""
         head = self._head("chat.completion.chunk")
         if self._request.include_usage:
             head["usage"] = None
@@ -127,13 +127,15 @@ class Completion:
             stream.generation.cancel()
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        self._ended(self)
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+        finally:
+            self._ended(self)
 
     async def _shown(self) -> AsyncIterator[tuple[Stream, list[Chunk]] | None]:
-        """What each event of any choice shows, as it comes. Raises Refused."""
-        queue: asyncio.Queue[tuple[Stream, list[Chunk] | kv.KVForkError]] = asyncio.Queue(_WAITING)
+        """What each event of any choice shows, as it comes. Raises as `whole`."""
+        queue: _Queue = asyncio.Queue(_WAITING)
         self._tasks = [asyncio.create_task(_read(stream, queue)) for stream in self.streams]
         left = len(self.streams)
         while left:
@@ -145,6 +147,8 @@ class Completion:
                 continue
             if isinstance(shown, kv.KVForkError):
                 raise refused_by(shown)
+            if isinstance(shown, Exception):
+                raise shown
             left -= any(part["finish_reason"] is not None for part in shown)
             yield stream, shown
 
@@ -195,13 +199,16 @@ class Completion:
         return kept.name if kept is not None and self._request.extension.save is not None else None
 
 
+_Queue = asyncio.Queue[tuple[Stream, list[Chunk] | Exception]]
+
+
 def _finished(stream: Stream) -> kv.Finished[kv.AsyncSnapshot]:
     assert stream.choice.finished is not None
     return stream.choice.finished
 
 
-async def _read(stream: Stream, queue: asyncio.Queue[tuple[Stream, list[Chunk] | kv.KVForkError]]) -> None:
-    """One choice's events into the queue."""
+async def _read(stream: Stream, queue: _Queue) -> None:
+    """One choice's events into the queue, or what ended them."""
     try:
         async for event in stream.events:
             if isinstance(event, kv.Delta):
@@ -212,5 +219,5 @@ async def _read(stream: Stream, queue: asyncio.Queue[tuple[Stream, list[Chunk] |
                 continue
             if shown:
                 await queue.put((stream, shown))
-    except kv.KVForkError as error:
+    except Exception as error:  # a bug as well: whoever waits for the queue would wait for ever
         await queue.put((stream, error))

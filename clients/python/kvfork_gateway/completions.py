@@ -14,15 +14,17 @@ import kvfork_client as kv
 
 from .answer import Choice
 from .completion import Completion, Stream
-from .conversations import Bounds, Place
+from .conversations import Bounds, Place, same_tokens
 from .errors import Refused
 from .fields import refuse, unsupported
-from .keeping import Caller, Keeper, Prompt, Start
+from .keeping import Caller, Held, Keeper, Prompt, Start
 from .messages import as_messages, images_of
 from .request import ChatRequest
 from .tools import Spellings
 
 _PROBE = {"type": "function", "function": {"name": "kvforkprobe", "description": "", "parameters": {"type": "object"}}}
+
+_ASKED_SECONDS = 30.0  # for a server to say who a caller is
 
 # A place that was kept is gone, or too dear to come to: there is another way to the same tokens.
 _LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage, kv.RecomputeLimit)
@@ -47,6 +49,11 @@ class Completions:
             raise Refused(401, str(error), code="invalid_api_key", kind="authentication_error") from None
         return Caller(hashlib.sha256((token or "").encode()).digest(), client)
 
+    async def let_in(self, caller: Caller) -> None:
+        """Asks the server who that is, and learns what it allows. Raises KVForkError for who may not call."""
+        info = await caller.client.server_info(timeout=_ASKED_SECONDS)
+        self._keeper.limit(info.limits.max_ttl)
+
     async def model(self, name: str, caller: Caller) -> kv.ModelInfo:
         """The model behind a name or an alias. Raises KVForkError."""
         bare = name.removeprefix("models/")
@@ -58,7 +65,10 @@ class Completions:
             return await caller.client.model(_full(self._aliases["*"]))
 
     async def start(self, request: ChatRequest, caller: Caller) -> Completion:
-        """Returns once every choice was admitted; close what it returns. Raises Refused, KVForkError."""
+        """For a caller that was let in. Returns once every choice was admitted; close what it returns.
+
+        Raises Refused, KVForkError.
+        """
         model = await self.model(request.model, caller)
         if request.tools:
             await self._require_tools(model, caller)
@@ -66,14 +76,25 @@ class Completions:
         if request.n > 1 and save is not None and save.snapshot_id:
             refuse("kvfork.save.snapshot_id", "names one snapshot; leave it out where n is above 1")
         prompt = await self._prompt(request, model, caller)
+        sparing = False
+        away = False  # the server that holds the place; another one may be there, and computes the prompt anew
         while True:
-            place = self._keeper.find(prompt, model, caller)
+            place = None if away else self._keeper.find(prompt, model, caller)
             try:
-                return await self._begin(request, model, caller, prompt, place)
+                return await self._begin(request, model, caller, prompt, place, sparing=sparing)
+            except kv.Unavailable:
+                if place is None:
+                    raise
+                away = True
             except _LOST:
                 if place is None:
                     raise
                 self._keeper.forget(place)
+            except kv.SnapshotQuota:
+                if sparing:
+                    raise
+                sparing = True  # what was asked for goes before what is kept for the next time
+                await self._keeper.settle()
 
     async def close(self) -> None:
         await self._keeper.close()
@@ -105,33 +126,41 @@ class Completions:
         return Prompt(input=chat, ids=ids, images=images, turns_end=await self._turns_end(chat, ids, model, caller))
 
     async def _turns_end(self, chat: kv.ChatInput, ids: tuple[int, ...], model: kv.ModelInfo, caller: Caller) -> int:
-        """Where the turns end and what opens the answer begins. Asked once per model, since models open all alike."""
+        """Where the turns end and what opens the answer begins. Asked once per model, since models open all alike.
+
+        Not those that open with nothing: every prompt ends with that.
+        """
         opening = self._openings.get(model.fingerprint)
-        if opening is None or ids[len(ids) - len(opening) :] != opening:
+        if not opening or ids[len(ids) - len(opening) :] != opening:
             closed = replace(chat, add_generation_prompt=False)
             turns = (await caller.client.count_tokens(closed, model=model.name, rendered=True)).token_ids
-            end = next(
-                (i for i, (a, b) in enumerate(zip(ids, turns, strict=False)) if a != b), min(len(ids), len(turns))
-            )
-            opening = self._openings[model.fingerprint] = ids[end:]
+            opening = self._openings[model.fingerprint] = ids[same_tokens(ids, turns) :]
         return len(ids) - len(opening) or len(ids)
 
     async def _begin(
-        self, request: ChatRequest, model: kv.ModelInfo, caller: Caller, prompt: Prompt, place: Place | None
+        self,
+        request: ChatRequest,
+        model: kv.ModelInfo,
+        caller: Caller,
+        prompt: Prompt,
+        place: Place[Held] | None,
+        *,
+        sparing: bool,
     ) -> Completion:
-        start = Start(parent=request.extension.parent or None, given=prompt.input)
+        """`sparing`: without a snapshot that the caller has not asked for."""
+        given = request.extension
+        start = Start(parent=Held(given.parent, given.instance) if given.parent else None, given=prompt.input)
+        if place is not None and sparing:
+            place = place.uncut
         if place is not None:
             start = await self._keeper.stand_at(place, prompt, caller)
-        keeps = prompt.ids is not None and request.extension.save is None
+        keeps = prompt.ids is not None and request.extension.save is None and not sparing
         own = self._keeper.options
         marks = [kv.Mark.at(prompt.turns_end, own)] if keeps and start.tokens < prompt.turns_end else []
         shared: kv.AsyncSnapshot | None = None  # the prompt, for several choices
-        if request.n > 1:
-            assert start.given is not None
-            shared = await caller.client.create_snapshot(
-                start.given, start.parent, model=model.name, marks=marks, options=own
-            )
-            start = replace(start, parent=shared, given=None, passing=(*start.passing, shared.name))
+        if request.n > 1 and not sparing:
+            shared = await self._shared(start, marks, model, caller)
+            start = replace(start, parent=shared, given=None, passing=(*start.passing, Held.of(shared)))
 
         def ended(completion: Completion) -> None:
             if keeps:
@@ -168,6 +197,18 @@ class Completions:
             await completion.close()
             raise
         return completion
+
+    async def _shared(
+        self, start: Start, marks: list[kv.Mark], model: kv.ModelInfo, caller: Caller
+    ) -> kv.AsyncSnapshot:
+        assert start.given is not None
+        try:
+            return await caller.client.create_snapshot(
+                start.given, start.parent, model=model.name, marks=marks, options=self._keeper.passing_options
+            )
+        except BaseException:  # a caller who left as well: nothing goes on from there
+            self._keeper.release(caller, start.passing)
+            raise
 
 
 def _full(model: str) -> str:

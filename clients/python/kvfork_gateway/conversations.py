@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 
 C = TypeVar("C", bound=Hashable)
+N = TypeVar("N", bound=Hashable)
 
 GRID = 256  # tokens between places that the server keeps on its own
 _ENTRY_BYTES = 1024  # of an entry besides its answer, about
@@ -33,8 +34,8 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; "" for none.
+class Kept(Generic[N]):
+    """One answered prompt. `prompt` and `end` name the snapshots at both ends of the answer; None for none.
 
     The answer begins where the turns end: what the template writes to open it belongs to it, since a later rendering
     may open it otherwise.
@@ -45,9 +46,14 @@ class Kept:
     prompt_tokens: int
     prompt_digest: bytes
     answer: array[int]
-    prompt: str
-    end: str
+    prompt: N | None
+    end: N | None
     follows: int | None = None  # the entry that this one went on from
+
+    @property
+    def snapshots(self) -> tuple[N, ...]:
+        """The names that there are."""
+        return tuple(name for name in (self.end, self.prompt) if name is not None)
 
     @property
     def size(self) -> int:
@@ -55,41 +61,55 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Generic[N]):
     """Where to go on: behind `tokens` tokens of `snapshot`, to be rolled back to first if `cut`.
 
     `prompt` is the place to fall back to if the cut cannot be made.
     """
 
     entry: int
-    snapshot: str
+    snapshot: N
     tokens: int
     cut: bool = False
-    prompt: str = ""
+    prompt: N | None = None
     prompt_tokens: int = 0
+
+    @property
+    def uncut(self) -> Place[N] | None:
+        """Where to go on if nothing is to be made for it."""
+        if not self.cut:
+            return self
+        if self.prompt is None:
+            return None
+        return Place(entry=self.entry, snapshot=self.prompt, tokens=self.prompt_tokens)
 
 
 @dataclass(slots=True)
-class _Entry(Generic[C]):
+class _Entry(Generic[C, N]):
     caller: C
-    kept: Kept
+    kept: Kept[N]
     expires: float
 
 
 @dataclass(slots=True)
-class _Caller:
+class _Caller(Generic[N]):
     entries: set[int] = field(default_factory=set)
     by_prompt: dict[tuple[str, bytes], set[int]] = field(default_factory=dict)
+    uses: Counter[N] = field(default_factory=Counter)  # of each snapshot, by entries
 
 
-class Conversations(Generic[C]):
-    """For one thread. Times are seconds of one monotonic clock; sizes are estimates."""
+class Conversations(Generic[C, N]):
+    """Of callers C and what they call snapshots, N. For one thread.
+
+    Times are seconds of one monotonic clock; sizes are estimates.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
+        self.ttl = bounds.ttl  # may be set shorter
         self._bounds = bounds
         self._ids = count(1)
-        self._entries: OrderedDict[int, _Entry[C]] = OrderedDict()  # least recently used first
-        self._callers: dict[C, _Caller] = {}
+        self._entries: OrderedDict[int, _Entry[C, N]] = OrderedDict()  # least recently used first
+        self._callers: dict[C, _Caller[N]] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -97,7 +117,7 @@ class Conversations(Generic[C]):
 
     def find(
         self, caller: C, model: str, ids: Sequence[int], images: Sequence[bytes], *, trimmable: bool, now: float
-    ) -> Place | None:
+    ) -> Place[N] | None:
         """The place furthest on in `ids` before their last, all of `images` behind it. Counts as use.
 
         `trimmable`: the model's state can be cut at any token; else only on the grid and where it was kept.
@@ -107,7 +127,7 @@ class Conversations(Generic[C]):
         if known is None or len(ids) < 2:
             return None
         tokens = array("I", ids)
-        best: Place | None = None
+        best: Place[N] | None = None
         for entry_id in self._with_prompt_of(known, model, tokens):
             kept = self._entries[entry_id].kept
             # An image further on would have to be sent as ids, which stand for no picture.
@@ -118,11 +138,11 @@ class Conversations(Generic[C]):
             if place is not None and (best is None or _rank(place) > _rank(best)):
                 best = place
         if best is not None:
-            self._entries[best.entry].expires = now + self._bounds.ttl
+            self._entries[best.entry].expires = now + self.ttl
             self._entries.move_to_end(best.entry)
         return best
 
-    def add(self, caller: C, kept: Kept, now: float) -> list[tuple[C, str]]:
+    def add(self, caller: C, kept: Kept[N], now: float) -> list[tuple[C, N]]:
         """Remembers an answer. Returns the snapshots that nothing here needs any more, and whose they are."""
         self._forget_expired(now)
         gone: list[int] = []
@@ -132,23 +152,24 @@ class Conversations(Generic[C]):
             if other.images == kept.images and other.answer == kept.answer[: len(other.answer)]:
                 gone.append(other_id)  # the same again, or the beginning of it
         entry_id = next(self._ids)
-        self._entries[entry_id] = _Entry(caller, kept, now + self._bounds.ttl)
+        self._entries[entry_id] = _Entry(caller, kept, now + self.ttl)
         known.entries.add(entry_id)
+        known.uses.update(kept.snapshots)
         known.by_prompt.setdefault((kept.model, kept.prompt_digest), set()).add(entry_id)
         self._bytes += kept.size
         gone += self._outgrown(known, entry_id)
         freed = self._remove(gone)
         return freed + self._shrink(caller)
 
-    def drop(self, entry_id: int) -> list[tuple[C, str]]:
+    def drop(self, entry_id: int) -> list[tuple[C, N]]:
         """Forgets an entry whose snapshot is of no use. Returns what is to be let go of."""
         return self._remove([entry_id])
 
-    def clear(self) -> list[tuple[C, str]]:
+    def clear(self) -> list[tuple[C, N]]:
         """Forgets everything. Returns what is to be let go of."""
         return self._remove(list(self._entries))
 
-    def _with_prompt_of(self, known: _Caller, model: str, tokens: array[int]) -> list[int]:
+    def _with_prompt_of(self, known: _Caller[N], model: str, tokens: array[int]) -> list[int]:
         """Entries whose prompt `tokens` begin with, whatever follows."""
         lengths = sorted({self._entries[i].kept.prompt_tokens for i in known.entries})
         hashed, done = hashlib.sha256(), 0
@@ -162,7 +183,7 @@ class Conversations(Generic[C]):
             found += sorted(known.by_prompt.get((model, hashed.digest()), ()))
         return found
 
-    def _outgrown(self, known: _Caller, entry_id: int) -> list[int]:
+    def _outgrown(self, known: _Caller[N], entry_id: int) -> list[int]:
         """The answer before the one that this follows, unless another line goes on from it."""
         before = self._entries[entry_id].kept.follows
         if before is None or before not in known.entries:
@@ -173,7 +194,7 @@ class Conversations(Generic[C]):
         branches = [i for i in known.entries if self._entries[i].kept.follows == outgrown]
         return [outgrown] if branches == [before] else []
 
-    def _shrink(self, caller: C) -> list[tuple[C, str]]:
+    def _shrink(self, caller: C) -> list[tuple[C, N]]:
         """Down to the bounds; the newest entry stays."""
         gone: list[int] = []
         mine = self._callers[caller].entries
@@ -188,7 +209,10 @@ class Conversations(Generic[C]):
         return freed
 
     def _forget_expired(self, now: float) -> None:
-        """Their snapshots expire by themselves: a use here is a use there, and the times are the same."""
+        """Their snapshots expire by themselves: what is used here is used there, and lives as long from then.
+
+        An entry's other snapshot may be over before its entry; whoever comes to that one is told, and drops the entry.
+        """
         expired = []
         for entry_id, entry in self._entries.items():
             if entry.expires > now:
@@ -196,8 +220,8 @@ class Conversations(Generic[C]):
             expired.append(entry_id)
         self._remove(expired)
 
-    def _remove(self, gone: Iterable[int]) -> list[tuple[C, str]]:
-        freed: list[tuple[C, str]] = []
+    def _remove(self, gone: Iterable[int]) -> list[tuple[C, N]]:
+        freed: list[tuple[C, N]] = []
         for entry_id in gone:
             entry = self._entries.pop(entry_id, None)
             if entry is None:
@@ -209,14 +233,15 @@ class Conversations(Generic[C]):
             same.discard(entry_id)
             if not same:
                 del known.by_prompt[kept.model, kept.prompt_digest]
-            freed += [(entry.caller, name) for name in (kept.end, kept.prompt) if name and not self._used(same, name)]
+            # Choices of one call share the snapshot of their prompt, and one answer's end can be another's prompt.
+            for name in kept.snapshots:
+                known.uses[name] -= 1
+                if not known.uses[name]:
+                    del known.uses[name]
+                    freed.append((entry.caller, name))
             if not known.entries:
                 del self._callers[entry.caller]
         return freed
-
-    def _used(self, entries: Iterable[int], name: str) -> bool:
-        """Several answers of one call share the snapshot of their prompt."""
-        return any(name in (self._entries[i].kept.prompt, self._entries[i].kept.end) for i in entries)
 
 
 def digest(ids: Sequence[int]) -> bytes:
@@ -224,30 +249,30 @@ def digest(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(memoryview(array("I", ids))).digest()
 
 
-def _rank(place: Place) -> tuple[int, bool, int]:
+def same_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many both begin with."""
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _rank(place: Place[N]) -> tuple[int, bool, int]:
     return place.tokens, not place.cut, place.entry
 
 
-def _place(entry: int, kept: Kept, tokens: array[int], *, trimmable: bool) -> Place | None:
+def _place(entry: int, kept: Kept[N], tokens: array[int], *, trimmable: bool) -> Place[N] | None:
     """How far on `kept` reaches in `tokens`, its prompt being known to be their beginning."""
     start = kept.prompt_tokens
     last = len(tokens) - 1  # a generation has to be given something to go on with
-    same = _shared(kept.answer, tokens[start : start + len(kept.answer)])
+    same = same_tokens(kept.answer, tokens[start : start + len(kept.answer)])
     end = start + len(kept.answer)
-    if kept.end and same == len(kept.answer) and end <= last:
+    if kept.end is not None and same == len(kept.answer) and end <= last:
         return Place(entry=entry, snapshot=kept.end, tokens=end)
     cut = min(start + same, last)
     if not trimmable:
         cut -= cut % GRID
-    if kept.end and cut > start:
+    if kept.end is not None and cut > start:
         return Place(
             entry=entry, snapshot=kept.end, tokens=cut, cut=True, prompt=kept.prompt, prompt_tokens=kept.prompt_tokens
         )
-    return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt else None
-
-
-def _shared(one: array[int], other: array[int]) -> int:
-    """Length of the common beginning."""
-    if one == other:
-        return len(one)
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return Place(entry=entry, snapshot=kept.prompt, tokens=start) if kept.prompt is not None else None

@@ -49,10 +49,8 @@ class Refused(Exception):
 
     def headers(self) -> tuple[Header, ...]:
         """When to come again, or that it is of no use: the official clients repeat 409, 429 and 5xx by themselves."""
-        again = self.retry_after is not None
-        if not again:
+        if self.retry_after is None:
             return () if self.status in (500, 502, 503, 504) else (("x-should-retry", "false"),)
-        assert self.retry_after is not None
         return (
             ("retry-after", str(max(1, math.ceil(self.retry_after)))),
             ("retry-after-ms", str(max(1, math.ceil(self.retry_after * 1000)))),

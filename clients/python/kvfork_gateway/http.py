@@ -49,17 +49,12 @@ class Application:
         exchange = _Exchange(scope, receive, send, self._most)
         try:
             await self._route(exchange)
-        except Refused as refused:
-            await exchange.refuse(refused)
         except _Gone:
             pass
-        except kv.KVForkError as error:
-            await exchange.refuse(refused_by(error))
-        except (
-            Exception
-        ) as error:  # a bug: the caller learns that there was one, the log where; its words may hold a prompt
-            log.error("%s", _place_of(error))
-            await exchange.refuse(Refused(500, "the gateway failed", code="internal_error"))
+        except asyncio.CancelledError:  # the process ends, and nothing but that cancels a call from without
+            await exchange.refuse(Refused(503, "the gateway is ending", code="shutting_down"))
+        except Exception as error:  # whatever it was, the caller gets an answer
+            await exchange.refuse(_refused(error))
 
     async def _route(self, exchange: _Exchange) -> None:
         self._guard(exchange)
@@ -86,6 +81,7 @@ class Application:
             raise Refused(404, f"there is no {exchange.method} {exchange.path[:200]} here", code="unknown_url")
 
     async def _complete(self, exchange: _Exchange, caller: Caller) -> None:
+        await self._completions.let_in(caller)  # before anything of the body is held
         request = requests.read(document(await exchange.body()))
         completion = await self._completions.start(request, caller)
         try:
@@ -123,6 +119,7 @@ class _Exchange:
         self._most = most_body_bytes
         self._whole = asyncio.Event()  # the body has been read
         self._begun = False
+        self._streams = False
 
     def header(self, name: str) -> str:
         """The only value of a header; empty where there is none, or several."""
@@ -186,18 +183,22 @@ class _Exchange:
     async def stream(self, parts: Any, request_id: str) -> None:
         """Server-sent events, an error among them where it comes in the middle."""
         await self._begin(200, ("x-request-id", request_id), kind="text/event-stream; charset=utf-8")
-        try:
-            async for part in parts:
-                await self._event(None if part is None else json.dumps(part, ensure_ascii=False, separators=(",", ":")))
-            await self._event("[DONE]")
-        except Refused as refused:
-            await self._event(json.dumps(refused.body()))
-        await self._send({"type": "http.response.body", "body": b""})
+        self._streams = True
+        async for part in parts:
+            await self._event(None if part is None else json.dumps(part, ensure_ascii=False, separators=(",", ":")))
+        await self._end_of_stream("[DONE]")
 
     async def refuse(self, refused: Refused) -> None:
-        """Nothing, where an answer has begun."""
+        """As a status, or as a stream's last event: one that only ends looks like an answer."""
         if not self._begun:
             await self.answer(refused.status, refused.body(), *refused.headers())
+        elif self._streams:
+            await self._end_of_stream(json.dumps(refused.body()))
+
+    async def _end_of_stream(self, data: str) -> None:
+        self._streams = False
+        await self._event(data)
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def _event(self, data: str | None) -> None:
         text = ": still here\n\n" if data is None else f"data: {data}\n\n"
@@ -239,6 +240,16 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _refused(error: Exception) -> Refused:
+    """What the caller is told. Of a bug that there was one; the log has where. Its words may quote a prompt."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, kv.KVForkError):
+        return refused_by(error)
+    log.error("%s", _place_of(error))
+    return Refused(500, "the gateway failed", code="internal_error")
 
 
 def _place_of(error: BaseException) -> str:

@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import kvfork_client as kv
 
@@ -21,7 +20,21 @@ from .conversations import Bounds, Conversations, Kept, Place, digest
 LABELS = {"kvfork-gateway": "reuse"}
 """Of the snapshots that are kept."""
 
-_CUT_SECONDS = 60.0  # to live, of a snapshot that one call goes on from
+_PASSING_SECONDS = 60.0  # to live, of a snapshot that one call goes on from
+_LET_GO_AT_ONCE = 8  # deletions, which count among the caller's calls
+_SETTLE_SECONDS = 5.0  # for deletions under way
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A snapshot's name, and the server that holds it; "" where nobody said."""
+
+    name: str
+    instance: str
+
+    @classmethod
+    def of(cls, snapshot: kv.AsyncSnapshot) -> Held:
+        return cls(snapshot.name, snapshot.instance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +63,31 @@ class Prompt:
 class Start:
     """Where a call begins: `given` behind `parent`, of `tokens`. `passing` are names to let go of when it has ended."""
 
-    parent: kv.SnapshotRef | None
+    parent: Held | kv.AsyncSnapshot | None
     given: kv.InputLike | None
     tokens: int = 0
-    passing: tuple[str, ...] = ()
+    passing: tuple[Held, ...] = ()
 
 
 class Keeper:
     """For one event loop. `close` lets go of all."""
 
     def __init__(self, bounds: Bounds) -> None:
-        self.options = kv.SaveOptions(ttl=bounds.ttl, labels=LABELS)
-        self._cut_options = kv.SaveOptions(ttl=min(_CUT_SECONDS, bounds.ttl), labels=LABELS)
-        self._conversations: Conversations[Caller] = Conversations(bounds)
+        self._bounds = bounds
+        self._conversations: Conversations[Caller, Held] = Conversations(bounds)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_LET_GO_AT_ONCE)
+        self._closed = False
+        self.limit(bounds.ttl)
 
-    def find(self, prompt: Prompt, model: kv.ModelInfo, caller: Caller) -> Place | None:
+    def limit(self, most_seconds: float) -> None:
+        """No snapshot is asked to live longer than that; what is kept is counted on no longer either. 0: no limit."""
+        ttl = min(self._bounds.ttl, most_seconds or self._bounds.ttl)
+        self.options = kv.SaveOptions(ttl=ttl, labels=LABELS)
+        self.passing_options = kv.SaveOptions(ttl=min(_PASSING_SECONDS, ttl), labels=LABELS)
+        self._conversations.ttl = ttl
+
+    def find(self, prompt: Prompt, model: kv.ModelInfo, caller: Caller) -> Place[Held] | None:
         """The place furthest on in a prompt."""
         if prompt.ids is None:
             return None
@@ -73,21 +95,23 @@ class Keeper:
             caller, model.name, prompt.ids, prompt.images, trimmable=model.trimmable, now=time.monotonic()
         )
 
-    async def stand_at(self, place: Place, prompt: Prompt, caller: Caller) -> Start:
+    async def stand_at(self, place: Place[Held], prompt: Prompt, caller: Caller) -> Start:
         """Goes there. Raises KVForkError, as for a snapshot that is gone by now."""
         assert prompt.ids is not None
-        parent: kv.SnapshotRef = place.snapshot
+        parent = place.snapshot
         tokens = place.tokens
-        passing: tuple[str, ...] = ()
+        passing: tuple[Held, ...] = ()
         if place.cut:
-            source = caller.client.snapshot(place.snapshot)
-            cut = await source.rollback(token_count=place.tokens, rounding=kv.Rounding.DOWN, options=self._cut_options)
-            parent, tokens, passing = cut, cut.token_count, (cut.name,)
-            if tokens < place.prompt_tokens and place.prompt:
+            source = caller.client.routed(instance=parent.instance).snapshot(parent.name)
+            cut = await source.rollback(
+                token_count=place.tokens, rounding=kv.Rounding.DOWN, options=self.passing_options
+            )
+            parent, tokens, passing = Held.of(cut), cut.token_count, (Held.of(cut),)
+            if tokens < place.prompt_tokens and place.prompt is not None:
                 parent, tokens = place.prompt, place.prompt_tokens
         return Start(parent=parent, given=kv.raw(kv.tokens(prompt.ids[tokens:])), tokens=tokens, passing=passing)
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: Place[Held]) -> None:
         """The snapshots there are of no use."""
         self._let_go(self._conversations.drop(place.entry))
 
@@ -98,24 +122,25 @@ class Keeper:
         prompt: Prompt,
         model: kv.ModelInfo,
         *,
-        place: Place | None,
+        place: Place[Held] | None,
         shared: kv.AsyncSnapshot | None,
     ) -> None:
         """What later turns can go on from: the end of each answer, and its beginning also where no answer came.
 
-        `place` is where the call went on from. The beginning is `shared`, or what each choice has marked.
+        `place` is where the call went on from. The beginning is `shared`, or what each choice has marked. After `close`
+        they are let go of at once.
         """
         assert prompt.ids is not None
         beginning, opening = prompt.ids[: prompt.turns_end], array("I", prompt.ids[prompt.turns_end :])
         prompt_digest = digest(beginning)
-        # Where the call went on from just there, nothing was marked.
-        there = place.snapshot if place is not None and not place.cut and place.tokens == prompt.turns_end else ""
+        there = _kept_at(place, prompt.turns_end)  # where the call went on from there or further, nothing was marked
         for stream in completion.streams:
             marked = shared or stream.generation.marks.get(0)
-            name = marked.name if marked is not None else there
+            began = stream.generation.started is not None  # else it may be that very place that is gone
+            start = Held.of(marked) if marked is not None else there if began else None
             finished = stream.choice.finished
             end = finished.snapshot if finished is not None else None
-            if not name and end is None:
+            if start is None and end is None:
                 continue
             kept = Kept(
                 model=model.name,
@@ -123,32 +148,47 @@ class Keeper:
                 prompt_tokens=prompt.turns_end,
                 prompt_digest=prompt_digest,
                 answer=opening + stream.choice.ids if end is not None else array("I"),
-                prompt=name,
-                end=end.name if end is not None else "",
+                prompt=start,
+                end=Held.of(end) if end is not None else None,
                 follows=place.entry if place is not None else None,
             )
             self._let_go(self._conversations.add(caller, kept, time.monotonic()))
+        if self._closed:
+            self._let_go(self._conversations.clear())
 
-    def release(self, caller: Caller, names: Iterable[str]) -> None:
+    def release(self, caller: Caller, snapshots: Iterable[Held]) -> None:
         """In the background: nobody waits for it."""
-        self._let_go((caller, name) for name in names)
+        self._let_go((caller, held) for held in snapshots)
 
     async def close(self) -> None:
         """Lets go of all that is kept, as far as the server still hears of it in time."""
+        self._closed = True
         self._let_go(self._conversations.clear())
+        await self.settle()
+        for task in self._tasks:
+            task.cancel()
+
+    async def settle(self) -> None:
+        """Waits for what is being let go of now, for a few seconds."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=5.0)
+            await asyncio.wait(self._tasks, timeout=_SETTLE_SECONDS)
 
-    def _let_go(self, gone: Iterable[tuple[Caller, str]]) -> None:
-        for caller, name in gone:
-            self._spawn(_delete(caller.client, name))
+    def _let_go(self, gone: Iterable[tuple[Caller, Held]]) -> None:
+        for caller, held in gone:
+            task = asyncio.get_running_loop().create_task(self._delete(caller.client, held))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _delete(self, client: kv.AsyncClient, held: Held) -> None:
+        async with self._slots:
+            with contextlib.suppress(kv.KVForkError):
+                await client.delete_snapshot(held, allow_missing=True, timeout=30.0)
 
 
-async def _delete(client: kv.AsyncClient, name: str) -> None:
-    with contextlib.suppress(kv.KVForkError):
-        await client.delete_snapshot(name, allow_missing=True, timeout=30.0)
+def _kept_at(place: Place[Held] | None, tokens: int) -> Held | None:
+    """The snapshot behind so many tokens that a place is known to have."""
+    if place is None:
+        return None
+    if place.cut:
+        return place.prompt if place.prompt_tokens == tokens else None
+    return place.snapshot if place.tokens == tokens else None

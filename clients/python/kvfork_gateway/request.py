@@ -23,9 +23,10 @@ _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """The `kvfork` object. `save` None: the caller wants no name of its own."""
+    """The `kvfork` object. `save` None: the caller wants no name of its own. `instance`: who holds `parent`."""
 
     parent: str = ""
+    instance: str = ""
     save: SaveOptions | None = None
     max_recompute_tokens: int | None = None
     priority: int = 0
@@ -190,6 +191,11 @@ def _variables(fields: Fields) -> dict[str, object]:
 def _extension(fields: Fields) -> Extension:
     own = Fields(fields.object("kvfork") or {}, "kvfork")
     parent = own.text("parent") or ""
+    instance = own.text("instance") or ""
+    if not (instance.isascii() and instance.isprintable() and instance == instance.strip()):
+        refuse("kvfork.instance", "must be the instance that an answer named")
+    if instance and not parent:
+        refuse("kvfork.instance", "is of no use without parent")
     asked = own.take("save")
     recompute = own.whole("max_recompute_tokens", least=0, most=2**32 - 1)
     priority = own.whole("priority", least=-(2**31), most=2**31 - 1)
@@ -201,6 +207,7 @@ def _extension(fields: Fields) -> Extension:
         save = _save(object_of(asked, "kvfork.save"))
     return Extension(
         parent=parent if not parent or parent.startswith("snapshots/") else f"snapshots/{parent}",
+        instance=instance,
         save=save,
         max_recompute_tokens=recompute,
         priority=priority or 0,

@@ -19,10 +19,12 @@ from .conversations import Bounds
 from .http import Application
 
 DRAIN_SECONDS = 20  # for answers under way, once the gateway is told to end
+CANCEL_SECONDS = 5.0  # for those that are cut off then, to let go of what they hold
+MOST_CONNECTIONS = 500  # at which a request is told to come again
 
 
 class CannotStart(Exception):
-    """The settings do not go together, or the address is taken; the text says what."""
+    """The settings do not go together, a file is of no use, or the address is taken; the text says what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +62,8 @@ async def _run(settings: Settings, ready: Callable[[str], None]) -> None:
         raise CannotStart(str(error)) from None
     completions = Completions(client, bounds=settings.bounds, aliases=settings.aliases)
     application = Application(client, completions, loopback=loopback, most_body_bytes=settings.most_body_bytes)
+    config = _config(settings, application)
     listener = _listen(settings.host, settings.port)
-    config = uvicorn.Config(
-        application,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        ssl_certfile=settings.certificate,
-        ssl_keyfile=settings.key,
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-    )
     server = _Server(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,6 +74,11 @@ async def _run(settings: Settings, ready: Callable[[str], None]) -> None:
     try:
         await server.serve(sockets=[listener])
     finally:
+        cut_off = list(server.server_state.tasks)  # by the end of the wait, or by a second signal
+        for task in cut_off:
+            task.cancel()
+        if cut_off:
+            await asyncio.wait(cut_off, timeout=CANCEL_SECONDS)
         await completions.close()
         await client.close()
         listener.close()
@@ -100,6 +95,29 @@ class _Server(uvicorn.Server):
         """The first time answers are waited for, the second time not."""
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+def _config(settings: Settings, application: Application) -> uvicorn.Config:
+    """Loaded, the certificate too: who is told the URL can be answered there. Raises CannotStart."""
+    config = uvicorn.Config(
+        application,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.key,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+    try:
+        config.load()
+    except OSError as error:  # no file, or one that holds something else, which is an SSLError
+        raise CannotStart(f"cannot use {settings.certificate} with {settings.key}: {error}") from None
+    return config
 
 
 def _listen(host: str, port: int) -> socket.socket:

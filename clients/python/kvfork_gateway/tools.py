@@ -28,7 +28,10 @@ _HARMONY = re.compile(r"\bto=(?:functions\.)?([\w.-]+)[^{]*<\|message\|>(.*?)(?:
 def parse(text: str) -> list[ToolCall]:
     """The calls that a model wrote, in order; none if it is in no known form. Each gets an id of its own."""
     for read in (_harmony, _xml, _json, _pythonic):
-        found = read(text)
+        try:
+            found = read(text)
+        except RecursionError:  # nested deeper than this can follow: nothing that anybody could call
+            continue
         if found:
             return [
                 ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=arguments)
@@ -42,10 +45,9 @@ def spelled(turn: Turn) -> str:
     pieces = ["".join(part for part in turn.content if isinstance(part, str))]
     for call in turn.calls:
         try:
-            arguments = json.loads(call.arguments)
-        except ValueError:
-            arguments = call.arguments
-        written = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+            written = _spelled(call.name, json.loads(call.arguments))
+        except (ValueError, RecursionError):
+            written = _spelled(call.name, call.arguments)
         pieces.append(f"<tool_call>\n{written}\n</tool_call>")
     return "\n".join(piece for piece in pieces if piece)
 
@@ -78,6 +80,10 @@ class Spellings:
         return known[1]
 
 
+def _spelled(name: str, arguments: Any) -> str:
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
 def _harmony(text: str) -> list[tuple[str, str]]:
     return [(match[1], match[2].strip()) for match in _HARMONY.finditer(text)]
 
@@ -94,7 +100,7 @@ def _value(text: str) -> Any:
     """A parameter: JSON where it is, else the text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -106,7 +112,7 @@ def _json(text: str) -> list[tuple[str, str]]:
     while rest:
         try:
             made, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
+        except ValueError:
             return []
         for item in made if isinstance(made, list) else [made]:
             if isinstance(item, dict) and isinstance(item.get("function"), dict):
@@ -126,7 +132,7 @@ def _pythonic(text: str) -> list[tuple[str, str]]:
     source = _MARKS.sub(" ", text).strip()
     try:
         made = ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, MemoryError):
         return []
     found = []
     for item in made.elts if isinstance(made, ast.List) else [made]:

@@ -164,3 +164,71 @@ class Synced(_message.Message):
 class Bookmark(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExportSnapshotRequest(_message.Message):
+    __slots__ = ("name", "manifest_only", "held")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_ONLY_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    manifest_only: bool
+    held: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, name: _Optional[str] = ..., manifest_only: _Optional[bool] = ..., held: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ExportSnapshotResponse(_message.Message):
+    __slots__ = ("data", "summary")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    summary: ExportSummary
+    def __init__(self, data: _Optional[bytes] = ..., summary: _Optional[_Union[ExportSummary, _Mapping]] = ...) -> None: ...
+
+class ExportSummary(_message.Message):
+    __slots__ = ("snapshot", "records", "held_records", "bytes", "state_tokens")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    snapshot: _types_pb2.Snapshot
+    records: int
+    held_records: int
+    bytes: int
+    state_tokens: int
+    def __init__(self, snapshot: _Optional[_Union[_types_pb2.Snapshot, _Mapping]] = ..., records: _Optional[int] = ..., held_records: _Optional[int] = ..., bytes: _Optional[int] = ..., state_tokens: _Optional[int] = ...) -> None: ...
+
+class CheckImportRequest(_message.Message):
+    __slots__ = ("manifest",)
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    def __init__(self, manifest: _Optional[bytes] = ...) -> None: ...
+
+class CheckImportResponse(_message.Message):
+    __slots__ = ("held", "missing_records", "missing_bytes")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.RepeatedScalarFieldContainer[bytes]
+    missing_records: int
+    missing_bytes: int
+    def __init__(self, held: _Optional[_Iterable[bytes]] = ..., missing_records: _Optional[int] = ..., missing_bytes: _Optional[int] = ...) -> None: ...
+
+class ImportSnapshotRequest(_message.Message):
+    __slots__ = ("data", "options")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    options: _types_pb2.SnapshotOptions
+    def __init__(self, data: _Optional[bytes] = ..., options: _Optional[_Union[_types_pb2.SnapshotOptions, _Mapping]] = ...) -> None: ...
+
+class ImportSnapshotResponse(_message.Message):
+    __slots__ = ("snapshot", "received_records", "received_bytes", "held_records")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    snapshot: _types_pb2.Snapshot
+    received_records: int
+    received_bytes: int
+    held_records: int
+    def __init__(self, snapshot: _Optional[_Union[_types_pb2.Snapshot, _Mapping]] = ..., received_records: _Optional[int] = ..., received_bytes: _Optional[int] = ..., held_records: _Optional[int] = ...) -> None: ...

@@ -65,6 +65,21 @@ class SnapshotServiceStub:
                 request_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.WatchSnapshotsRequest.SerializeToString,
                 response_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.WatchSnapshotsResponse.FromString,
                 _registered_method=True)
+        self.ExportSnapshot = channel.unary_stream(
+                '/kvfork.v1.SnapshotService/ExportSnapshot',
+                request_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.ExportSnapshotRequest.SerializeToString,
+                response_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.ExportSnapshotResponse.FromString,
+                _registered_method=True)
+        self.CheckImport = channel.unary_unary(
+                '/kvfork.v1.SnapshotService/CheckImport',
+                request_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.CheckImportRequest.SerializeToString,
+                response_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.CheckImportResponse.FromString,
+                _registered_method=True)
+        self.ImportSnapshot = channel.stream_unary(
+                '/kvfork.v1.SnapshotService/ImportSnapshot',
+                request_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.ImportSnapshotRequest.SerializeToString,
+                response_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.ImportSnapshotResponse.FromString,
+                _registered_method=True)
 
 
 class SnapshotServiceServicer:
@@ -115,6 +130,32 @@ class SnapshotServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportSnapshot(self, request, context):
+        """Writes a snapshot out for another instance: its tokens, and what there is of
+        its state. UNIMPLEMENTED EXCHANGE_UNSUPPORTED without an exchange key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckImport(self, request, context):
+        """Tells which records of an export are here already, so that they need not
+        travel. Takes what ExportSnapshot writes with manifest_only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportSnapshot(self, request_iterator, context):
+        """Takes a snapshot in that another instance wrote out. All or nothing: a byte
+        that is not what was signed ends it by the name of its record, with
+        DATA_LOSS EXPORT_DAMAGED; another model's by FAILED_PRECONDITION
+        FINGERPRINT_DIFFERS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SnapshotServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +188,21 @@ def add_SnapshotServiceServicer_to_server(servicer, server):
                     servicer.WatchSnapshots,
                     request_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.WatchSnapshotsRequest.FromString,
                     response_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.WatchSnapshotsResponse.SerializeToString,
+            ),
+            'ExportSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportSnapshot,
+                    request_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.ExportSnapshotRequest.FromString,
+                    response_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.ExportSnapshotResponse.SerializeToString,
+            ),
+            'CheckImport': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckImport,
+                    request_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.CheckImportRequest.FromString,
+                    response_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.CheckImportResponse.SerializeToString,
+            ),
+            'ImportSnapshot': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportSnapshot,
+                    request_deserializer=kvfork_dot_v1_dot_snapshot__service__pb2.ImportSnapshotRequest.FromString,
+                    response_serializer=kvfork_dot_v1_dot_snapshot__service__pb2.ImportSnapshotResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -312,6 +368,87 @@ class SnapshotService:
             '/kvfork.v1.SnapshotService/WatchSnapshots',
             kvfork_dot_v1_dot_snapshot__service__pb2.WatchSnapshotsRequest.SerializeToString,
             kvfork_dot_v1_dot_snapshot__service__pb2.WatchSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvfork.v1.SnapshotService/ExportSnapshot',
+            kvfork_dot_v1_dot_snapshot__service__pb2.ExportSnapshotRequest.SerializeToString,
+            kvfork_dot_v1_dot_snapshot__service__pb2.ExportSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckImport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvfork.v1.SnapshotService/CheckImport',
+            kvfork_dot_v1_dot_snapshot__service__pb2.CheckImportRequest.SerializeToString,
+            kvfork_dot_v1_dot_snapshot__service__pb2.CheckImportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportSnapshot(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvfork.v1.SnapshotService/ImportSnapshot',
+            kvfork_dot_v1_dot_snapshot__service__pb2.ImportSnapshotRequest.SerializeToString,
+            kvfork_dot_v1_dot_snapshot__service__pb2.ImportSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,8 +1,7 @@
 """Attention of vision towers on a CPU, in the form that is quick there. Owns nothing but that form.
 
 MLX's CPU backend makes all scores of a layer at once, in memory that is new each time, and their exponentials one
-number at a time; numpy's vectors do not. A tile of scores that stays in the cache, on the host, is six times as fast at
-4,096 patches. Figures: docs/benchmarks.md.
+number at a time; numpy's vectors do not, and a tile of scores stays in the cache. What that gains: docs/benchmarks.md.
 
 The sizes of a call decide its form and its tiles, so an image has the same features whenever it is encoded.
 """

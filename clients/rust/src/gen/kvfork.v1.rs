@@ -1701,6 +1701,100 @@ pub struct Synced {}
 /// Marks a place to go on from.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Bookmark {}
+/// Names a snapshot to write out.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ExportSnapshotRequest {
+    /// "snapshots/{id}".
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// Only the manifest: for CheckImport.
+    #[prost(bool, tag = "2")]
+    pub manifest_only: bool,
+    /// Records to leave out: CheckImportResponse.held. Others than those of this
+    /// snapshot are passed over.
+    #[prost(bytes = "vec", repeated, tag = "3")]
+    pub held: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+}
+/// A piece of an export. The export is the data of all messages, one after the
+/// other, as it is (docs/format.md, section 10): to be written to a file, or to be
+/// sent on to ImportSnapshot in pieces of any size. Whoever has it can read the
+/// prompt in it.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ExportSnapshotResponse {
+    /// At most 1 MiB.
+    #[prost(bytes = "vec", tag = "1")]
+    pub data: ::prost::alloc::vec::Vec<u8>,
+    /// In the first message only.
+    #[prost(message, optional, tag = "2")]
+    pub summary: ::core::option::Option<ExportSummary>,
+}
+/// What is in an export.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ExportSummary {
+    /// The snapshot.
+    #[prost(message, optional, tag = "1")]
+    pub snapshot: ::core::option::Option<Snapshot>,
+    /// Records that travel.
+    #[prost(uint32, tag = "2")]
+    pub records: u32,
+    /// Records that are left out, since the other side holds them.
+    #[prost(uint32, tag = "3")]
+    pub held_records: u32,
+    /// Length of the export.
+    #[prost(uint64, tag = "4")]
+    pub bytes: u64,
+    /// Tokens of the prefix whose state travels or is held there. The rest is
+    /// computed again when it is used, as it would be here.
+    #[prost(uint32, tag = "5")]
+    pub state_tokens: u32,
+}
+/// Asks what of an export is here.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CheckImportRequest {
+    /// All data of an ExportSnapshot with manifest_only; more of it is of no harm.
+    #[prost(bytes = "vec", tag = "1")]
+    pub manifest: ::prost::alloc::vec::Vec<u8>,
+}
+/// What is here. It may be gone a moment later: ImportSnapshot says so then.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CheckImportResponse {
+    /// For ExportSnapshotRequest.held.
+    #[prost(bytes = "vec", repeated, tag = "1")]
+    pub held: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    /// Records that are not here.
+    #[prost(uint32, tag = "2")]
+    pub missing_records: u32,
+    /// Their bytes.
+    #[prost(uint64, tag = "3")]
+    pub missing_bytes: u64,
+}
+/// A piece of an export to take in.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ImportSnapshotRequest {
+    /// The next bytes of the export, of any length.
+    #[prost(bytes = "vec", tag = "1")]
+    pub data: ::prost::alloc::vec::Vec<u8>,
+    /// How to keep the snapshot; in the first message only. An id, a ttl or labels
+    /// that are not given are those that it had.
+    #[prost(message, optional, tag = "2")]
+    pub options: ::core::option::Option<SnapshotOptions>,
+}
+/// What was taken in.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ImportSnapshotResponse {
+    /// The snapshot, of this instance.
+    #[prost(message, optional, tag = "1")]
+    pub snapshot: ::core::option::Option<Snapshot>,
+    /// Records that came.
+    #[prost(uint32, tag = "2")]
+    pub received_records: u32,
+    /// Their bytes.
+    #[prost(uint64, tag = "3")]
+    pub received_bytes: u64,
+    /// Records that were here already, whether they came or not.
+    #[prost(uint32, tag = "4")]
+    pub held_records: u32,
+}
 /// Why a snapshot went away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1993,6 +2087,88 @@ pub mod snapshot_service_client {
             req.extensions_mut()
                 .insert(GrpcMethod::new("kvfork.v1.SnapshotService", "WatchSnapshots"));
             self.inner.server_streaming(req, path, codec).await
+        }
+        /// Writes a snapshot out for another instance: its tokens, and what there is of
+        /// its state. UNIMPLEMENTED EXCHANGE_UNSUPPORTED without an exchange key.
+        pub async fn export_snapshot(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ExportSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::ExportSnapshotResponse>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvfork.v1.SnapshotService/ExportSnapshot",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvfork.v1.SnapshotService", "ExportSnapshot"));
+            self.inner.server_streaming(req, path, codec).await
+        }
+        /// Tells which records of an export are here already, so that they need not
+        /// travel. Takes what ExportSnapshot writes with manifest_only.
+        pub async fn check_import(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CheckImportRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CheckImportResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvfork.v1.SnapshotService/CheckImport",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvfork.v1.SnapshotService", "CheckImport"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Takes a snapshot in that another instance wrote out. All or nothing: a byte
+        /// that is not what was signed ends it by the name of its record, with
+        /// DATA_LOSS EXPORT_DAMAGED; another model's by FAILED_PRECONDITION
+        /// FINGERPRINT_DIFFERS.
+        pub async fn import_snapshot(
+            &mut self,
+            request: impl tonic::IntoStreamingRequest<
+                Message = super::ImportSnapshotRequest,
+            >,
+        ) -> std::result::Result<
+            tonic::Response<super::ImportSnapshotResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvfork.v1.SnapshotService/ImportSnapshot",
+            );
+            let mut req = request.into_streaming_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvfork.v1.SnapshotService", "ImportSnapshot"));
+            self.inner.client_streaming(req, path, codec).await
         }
     }
 }

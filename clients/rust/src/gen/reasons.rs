@@ -24,6 +24,20 @@ pub enum Reason {
     DeadlineUnmet,
     /// UNAVAILABLE. The model's thread is dead or stuck: restart the server.
     EngineDown,
+    /// FAILED_PRECONDITION. metadata: have, want (what tells the keys apart).
+    ExchangeKeyDiffers,
+    /// RESOURCE_EXHAUSTED. metadata: limit.
+    ExchangeQuota,
+    /// UNIMPLEMENTED. Start the servers with an exchange key.
+    ExchangeUnsupported,
+    /// DATA_LOSS. metadata: record.
+    ExportDamaged,
+    /// ABORTED. metadata: record.
+    ExportIncomplete,
+    /// INVALID_ARGUMENT. Send an export as it is, from its first byte on.
+    ExportUnreadable,
+    /// FAILED_PRECONDITION. A snapshot of another model or other software. metadata: have, want, model.
+    FingerprintDiffers,
     /// RESOURCE_EXHAUSTED. Nothing was created. metadata: needBytes, freeBytes.
     ForkMemory,
     /// INVALID_ARGUMENT. Send an encoded PNG, JPEG or WebP file.
@@ -136,6 +150,13 @@ impl Reason {
             "CUT_INSIDE_IMAGE" => Reason::CutInsideImage,
             "DEADLINE_UNMET" => Reason::DeadlineUnmet,
             "ENGINE_DOWN" => Reason::EngineDown,
+            "EXCHANGE_KEY_DIFFERS" => Reason::ExchangeKeyDiffers,
+            "EXCHANGE_QUOTA" => Reason::ExchangeQuota,
+            "EXCHANGE_UNSUPPORTED" => Reason::ExchangeUnsupported,
+            "EXPORT_DAMAGED" => Reason::ExportDamaged,
+            "EXPORT_INCOMPLETE" => Reason::ExportIncomplete,
+            "EXPORT_UNREADABLE" => Reason::ExportUnreadable,
+            "FINGERPRINT_DIFFERS" => Reason::FingerprintDiffers,
             "FORK_MEMORY" => Reason::ForkMemory,
             "IMAGE_INVALID" => Reason::ImageInvalid,
             "IMAGE_MEMORY" => Reason::ImageMemory,
@@ -200,6 +221,13 @@ impl Reason {
             Reason::CutInsideImage => "CUT_INSIDE_IMAGE",
             Reason::DeadlineUnmet => "DEADLINE_UNMET",
             Reason::EngineDown => "ENGINE_DOWN",
+            Reason::ExchangeKeyDiffers => "EXCHANGE_KEY_DIFFERS",
+            Reason::ExchangeQuota => "EXCHANGE_QUOTA",
+            Reason::ExchangeUnsupported => "EXCHANGE_UNSUPPORTED",
+            Reason::ExportDamaged => "EXPORT_DAMAGED",
+            Reason::ExportIncomplete => "EXPORT_INCOMPLETE",
+            Reason::ExportUnreadable => "EXPORT_UNREADABLE",
+            Reason::FingerprintDiffers => "FINGERPRINT_DIFFERS",
             Reason::ForkMemory => "FORK_MEMORY",
             Reason::ImageInvalid => "IMAGE_INVALID",
             Reason::ImageMemory => "IMAGE_MEMORY",

@@ -22,6 +22,20 @@ export const reasons = {
   DEADLINE_UNMET: { code: "DEADLINE_EXCEEDED", gone: false },
   /** The model's thread is dead or stuck: restart the server. */
   ENGINE_DOWN: { code: "UNAVAILABLE", gone: false },
+  /** metadata: have, want (what tells the keys apart). */
+  EXCHANGE_KEY_DIFFERS: { code: "FAILED_PRECONDITION", gone: false },
+  /** metadata: limit. */
+  EXCHANGE_QUOTA: { code: "RESOURCE_EXHAUSTED", gone: false },
+  /** Start the servers with an exchange key. */
+  EXCHANGE_UNSUPPORTED: { code: "UNIMPLEMENTED", gone: false },
+  /** metadata: record. */
+  EXPORT_DAMAGED: { code: "DATA_LOSS", gone: false },
+  /** metadata: record. */
+  EXPORT_INCOMPLETE: { code: "ABORTED", gone: false },
+  /** Send an export as it is, from its first byte on. */
+  EXPORT_UNREADABLE: { code: "INVALID_ARGUMENT", gone: false },
+  /** A snapshot of another model or other software. metadata: have, want, model. */
+  FINGERPRINT_DIFFERS: { code: "FAILED_PRECONDITION", gone: false },
   /** Nothing was created. metadata: needBytes, freeBytes. */
   FORK_MEMORY: { code: "RESOURCE_EXHAUSTED", gone: false },
   /** Send an encoded PNG, JPEG or WebP file. */

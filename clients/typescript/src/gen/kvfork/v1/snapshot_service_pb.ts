@@ -8,7 +8,7 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration, FieldMask } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration, file_google_protobuf_field_mask } from "@bufbuild/protobuf/wkt";
-import type { Snapshot } from "./types_pb.js";
+import type { Snapshot, SnapshotOptions } from "./types_pb.js";
 import { file_kvfork_v1_types } from "./types_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvfork/v1/snapshot_service.proto.
  */
 export const file_kvfork_v1_snapshot_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBrdmZvcmsvdjEvc25hcHNob3Rfc2VydmljZS5wcm90bxIJa3Zmb3JrLnYxIjoKEkdldFNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhYKDmluY2x1ZGVfdG9rZW5zGAIgASgIIk8KE0dldFNuYXBzaG90UmVzcG9uc2USJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSEQoJdG9rZW5faWRzGAIgAygNIrkBChRMaXN0U25hcHNob3RzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRI7CgZsYWJlbHMYAyADKAsyKy5rdmZvcmsudjEuTGlzdFNuYXBzaG90c1JlcXVlc3QuTGFiZWxzRW50cnkSDgoGcGFyZW50GAQgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiWAoVTGlzdFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkibwoVVXBkYXRlU25hcHNob3RSZXF1ZXN0EiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ei8KC3VwZGF0ZV9tYXNrGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLkZpZWxkTWFzayI/ChZVcGRhdGVTbmFwc2hvdFJlc3BvbnNlEiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ik8KFkV4dGVuZFNuYXBzaG90c1JlcXVlc3QSDQoFbmFtZXMYASADKAkSJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKF0V4dGVuZFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIPCgdtaXNzaW5nGAIgAygJImYKFURlbGV0ZVNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NlbmRhbnRzGAIgASgIEhMKC3N0b3BfYWN0aXZlGAMgASgIEhUKDWFsbG93X21pc3NpbmcYBCABKAgiKQoWRGVsZXRlU25hcHNob3RSZXNwb25zZRIPCgdkZWxldGVkGAEgAygJIpoBChVXYXRjaFNuYXBzaG90c1JlcXVlc3QSPAoGbGFiZWxzGAEgAygLMiwua3Zmb3JrLnYxLldhdGNoU25hcHNob3RzUmVxdWVzdC5MYWJlbHNFbnRyeRIUCgxyZXN1bWVfdG9rZW4YAiABKAkaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASLOAQoWV2F0Y2hTbmFwc2hvdHNSZXNwb25zZRImCgdjaGFuZ2VkGAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90SAASHwoEZ29uZRgCIAEoCzIPLmt2Zm9yay52MS5Hb25lSAASIwoGc3luY2VkGAMgASgLMhEua3Zmb3JrLnYxLlN5bmNlZEgAEicKCGJvb2ttYXJrGAQgASgLMhMua3Zmb3JrLnYxLkJvb2ttYXJrSAASFAoMcmVzdW1lX3Rva2VuGA8gASgJQgcKBWV2ZW50IjsKBEdvbmUSDAoEbmFtZRgBIAEoCRIlCgZyZWFzb24YAiABKA4yFS5rdmZvcmsudjEuR29uZVJlYXNvbiIICgZTeW5jZWQiCgoIQm9va21hcmsqxAEKCkdvbmVSZWFzb24SGwoXR09ORV9SRUFTT05fVU5TUEVDSUZJRUQQABIXChNHT05FX1JFQVNPTl9ERUxFVEVEEAESGwoXR09ORV9SRUFTT05fUk9MTEVEX0JBQ0sQAhIXChNHT05FX1JFQVNPTl9FWFBJUkVEEAMSFwoTR09ORV9SRUFTT05fRVZJQ1RFRBAEEhcKE0dPTkVfUkVBU09OX0NPUlJVUFQQBRIYChRHT05FX1JFQVNPTl9VTkxJU1RFRBAGMpQECg9TbmFwc2hvdFNlcnZpY2USTAoLR2V0U25hcHNob3QSHS5rdmZvcmsudjEuR2V0U25hcHNob3RSZXF1ZXN0Gh4ua3Zmb3JrLnYxLkdldFNuYXBzaG90UmVzcG9uc2USUgoNTGlzdFNuYXBzaG90cxIfLmt2Zm9yay52MS5MaXN0U25hcHNob3RzUmVxdWVzdBogLmt2Zm9yay52MS5MaXN0U25hcHNob3RzUmVzcG9uc2USVQoOVXBkYXRlU25hcHNob3QSIC5rdmZvcmsudjEuVXBkYXRlU25hcHNob3RSZXF1ZXN0GiEua3Zmb3JrLnYxLlVwZGF0ZVNuYXBzaG90UmVzcG9uc2USWAoPRXh0ZW5kU25hcHNob3RzEiEua3Zmb3JrLnYxLkV4dGVuZFNuYXBzaG90c1JlcXVlc3QaIi5rdmZvcmsudjEuRXh0ZW5kU25hcHNob3RzUmVzcG9uc2USVQoORGVsZXRlU25hcHNob3QSIC5rdmZvcmsudjEuRGVsZXRlU25hcHNob3RSZXF1ZXN0GiEua3Zmb3JrLnYxLkRlbGV0ZVNuYXBzaG90UmVzcG9uc2USVwoOV2F0Y2hTbmFwc2hvdHMSIC5rdmZvcmsudjEuV2F0Y2hTbmFwc2hvdHNSZXF1ZXN0GiEua3Zmb3JrLnYxLldhdGNoU25hcHNob3RzUmVzcG9uc2UwAWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_field_mask, file_kvfork_v1_types]);
+  fileDesc("CiBrdmZvcmsvdjEvc25hcHNob3Rfc2VydmljZS5wcm90bxIJa3Zmb3JrLnYxIjoKEkdldFNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhYKDmluY2x1ZGVfdG9rZW5zGAIgASgIIk8KE0dldFNuYXBzaG90UmVzcG9uc2USJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSEQoJdG9rZW5faWRzGAIgAygNIrkBChRMaXN0U25hcHNob3RzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRI7CgZsYWJlbHMYAyADKAsyKy5rdmZvcmsudjEuTGlzdFNuYXBzaG90c1JlcXVlc3QuTGFiZWxzRW50cnkSDgoGcGFyZW50GAQgASgJGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiWAoVTGlzdFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkibwoVVXBkYXRlU25hcHNob3RSZXF1ZXN0EiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ei8KC3VwZGF0ZV9tYXNrGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLkZpZWxkTWFzayI/ChZVcGRhdGVTbmFwc2hvdFJlc3BvbnNlEiUKCHNuYXBzaG90GAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90Ik8KFkV4dGVuZFNuYXBzaG90c1JlcXVlc3QSDQoFbmFtZXMYASADKAkSJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIlIKF0V4dGVuZFNuYXBzaG90c1Jlc3BvbnNlEiYKCXNuYXBzaG90cxgBIAMoCzITLmt2Zm9yay52MS5TbmFwc2hvdBIPCgdtaXNzaW5nGAIgAygJImYKFURlbGV0ZVNuYXBzaG90UmVxdWVzdBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NlbmRhbnRzGAIgASgIEhMKC3N0b3BfYWN0aXZlGAMgASgIEhUKDWFsbG93X21pc3NpbmcYBCABKAgiKQoWRGVsZXRlU25hcHNob3RSZXNwb25zZRIPCgdkZWxldGVkGAEgAygJIpoBChVXYXRjaFNuYXBzaG90c1JlcXVlc3QSPAoGbGFiZWxzGAEgAygLMiwua3Zmb3JrLnYxLldhdGNoU25hcHNob3RzUmVxdWVzdC5MYWJlbHNFbnRyeRIUCgxyZXN1bWVfdG9rZW4YAiABKAkaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASLOAQoWV2F0Y2hTbmFwc2hvdHNSZXNwb25zZRImCgdjaGFuZ2VkGAEgASgLMhMua3Zmb3JrLnYxLlNuYXBzaG90SAASHwoEZ29uZRgCIAEoCzIPLmt2Zm9yay52MS5Hb25lSAASIwoGc3luY2VkGAMgASgLMhEua3Zmb3JrLnYxLlN5bmNlZEgAEicKCGJvb2ttYXJrGAQgASgLMhMua3Zmb3JrLnYxLkJvb2ttYXJrSAASFAoMcmVzdW1lX3Rva2VuGA8gASgJQgcKBWV2ZW50IjsKBEdvbmUSDAoEbmFtZRgBIAEoCRIlCgZyZWFzb24YAiABKA4yFS5rdmZvcmsudjEuR29uZVJlYXNvbiIICgZTeW5jZWQiCgoIQm9va21hcmsiSgoVRXhwb3J0U25hcHNob3RSZXF1ZXN0EgwKBG5hbWUYASABKAkSFQoNbWFuaWZlc3Rfb25seRgCIAEoCBIMCgRoZWxkGAMgAygMIlEKFkV4cG9ydFNuYXBzaG90UmVzcG9uc2USDAoEZGF0YRgBIAEoDBIpCgdzdW1tYXJ5GAIgASgLMhgua3Zmb3JrLnYxLkV4cG9ydFN1bW1hcnkiggEKDUV4cG9ydFN1bW1hcnkSJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSDwoHcmVjb3JkcxgCIAEoDRIUCgxoZWxkX3JlY29yZHMYAyABKA0SDQoFYnl0ZXMYBCABKAQSFAoMc3RhdGVfdG9rZW5zGAUgASgNIiYKEkNoZWNrSW1wb3J0UmVxdWVzdBIQCghtYW5pZmVzdBgBIAEoDCJTChNDaGVja0ltcG9ydFJlc3BvbnNlEgwKBGhlbGQYASADKAwSFwoPbWlzc2luZ19yZWNvcmRzGAIgASgNEhUKDW1pc3NpbmdfYnl0ZXMYAyABKAQiUgoVSW1wb3J0U25hcHNob3RSZXF1ZXN0EgwKBGRhdGEYASABKAwSKwoHb3B0aW9ucxgCIAEoCzIaLmt2Zm9yay52MS5TbmFwc2hvdE9wdGlvbnMihwEKFkltcG9ydFNuYXBzaG90UmVzcG9uc2USJQoIc25hcHNob3QYASABKAsyEy5rdmZvcmsudjEuU25hcHNob3QSGAoQcmVjZWl2ZWRfcmVjb3JkcxgCIAEoDRIWCg5yZWNlaXZlZF9ieXRlcxgDIAEoBBIUCgxoZWxkX3JlY29yZHMYBCABKA0qxAEKCkdvbmVSZWFzb24SGwoXR09ORV9SRUFTT05fVU5TUEVDSUZJRUQQABIXChNHT05FX1JFQVNPTl9ERUxFVEVEEAESGwoXR09ORV9SRUFTT05fUk9MTEVEX0JBQ0sQAhIXChNHT05FX1JFQVNPTl9FWFBJUkVEEAMSFwoTR09ORV9SRUFTT05fRVZJQ1RFRBAEEhcKE0dPTkVfUkVBU09OX0NPUlJVUFQQBRIYChRHT05FX1JFQVNPTl9VTkxJU1RFRBAGMpQGCg9TbmFwc2hvdFNlcnZpY2USTAoLR2V0U25hcHNob3QSHS5rdmZvcmsudjEuR2V0U25hcHNob3RSZXF1ZXN0Gh4ua3Zmb3JrLnYxLkdldFNuYXBzaG90UmVzcG9uc2USUgoNTGlzdFNuYXBzaG90cxIfLmt2Zm9yay52MS5MaXN0U25hcHNob3RzUmVxdWVzdBogLmt2Zm9yay52MS5MaXN0U25hcHNob3RzUmVzcG9uc2USVQoOVXBkYXRlU25hcHNob3QSIC5rdmZvcmsudjEuVXBkYXRlU25hcHNob3RSZXF1ZXN0GiEua3Zmb3JrLnYxLlVwZGF0ZVNuYXBzaG90UmVzcG9uc2USWAoPRXh0ZW5kU25hcHNob3RzEiEua3Zmb3JrLnYxLkV4dGVuZFNuYXBzaG90c1JlcXVlc3QaIi5rdmZvcmsudjEuRXh0ZW5kU25hcHNob3RzUmVzcG9uc2USVQoORGVsZXRlU25hcHNob3QSIC5rdmZvcmsudjEuRGVsZXRlU25hcHNob3RSZXF1ZXN0GiEua3Zmb3JrLnYxLkRlbGV0ZVNuYXBzaG90UmVzcG9uc2USVwoOV2F0Y2hTbmFwc2hvdHMSIC5rdmZvcmsudjEuV2F0Y2hTbmFwc2hvdHNSZXF1ZXN0GiEua3Zmb3JrLnYxLldhdGNoU25hcHNob3RzUmVzcG9uc2UwARJXCg5FeHBvcnRTbmFwc2hvdBIgLmt2Zm9yay52MS5FeHBvcnRTbmFwc2hvdFJlcXVlc3QaIS5rdmZvcmsudjEuRXhwb3J0U25hcHNob3RSZXNwb25zZTABEkwKC0NoZWNrSW1wb3J0Eh0ua3Zmb3JrLnYxLkNoZWNrSW1wb3J0UmVxdWVzdBoeLmt2Zm9yay52MS5DaGVja0ltcG9ydFJlc3BvbnNlElcKDkltcG9ydFNuYXBzaG90EiAua3Zmb3JrLnYxLkltcG9ydFNuYXBzaG90UmVxdWVzdBohLmt2Zm9yay52MS5JbXBvcnRTbmFwc2hvdFJlc3BvbnNlKAFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_field_mask, file_kvfork_v1_types]);
 
 /**
  * Names a snapshot to read.
@@ -467,6 +467,250 @@ export const BookmarkSchema: GenMessage<Bookmark> = /*@__PURE__*/
   messageDesc(file_kvfork_v1_snapshot_service, 14);
 
 /**
+ * Names a snapshot to write out.
+ *
+ * @generated from message kvfork.v1.ExportSnapshotRequest
+ */
+export type ExportSnapshotRequest = Message<"kvfork.v1.ExportSnapshotRequest"> & {
+  /**
+   * "snapshots/{id}".
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Only the manifest: for CheckImport.
+   *
+   * @generated from field: bool manifest_only = 2;
+   */
+  manifestOnly: boolean;
+
+  /**
+   * Records to leave out: CheckImportResponse.held. Others than those of this
+   * snapshot are passed over.
+   *
+   * @generated from field: repeated bytes held = 3;
+   */
+  held: Uint8Array[];
+};
+
+/**
+ * Describes the message kvfork.v1.ExportSnapshotRequest.
+ * Use `create(ExportSnapshotRequestSchema)` to create a new message.
+ */
+export const ExportSnapshotRequestSchema: GenMessage<ExportSnapshotRequest> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 15);
+
+/**
+ * A piece of an export. The export is the data of all messages, one after the
+ * other, as it is (docs/format.md, section 10): to be written to a file, or to be
+ * sent on to ImportSnapshot in pieces of any size. Whoever has it can read the
+ * prompt in it.
+ *
+ * @generated from message kvfork.v1.ExportSnapshotResponse
+ */
+export type ExportSnapshotResponse = Message<"kvfork.v1.ExportSnapshotResponse"> & {
+  /**
+   * At most 1 MiB.
+   *
+   * @generated from field: bytes data = 1;
+   */
+  data: Uint8Array;
+
+  /**
+   * In the first message only.
+   *
+   * @generated from field: kvfork.v1.ExportSummary summary = 2;
+   */
+  summary?: ExportSummary | undefined;
+};
+
+/**
+ * Describes the message kvfork.v1.ExportSnapshotResponse.
+ * Use `create(ExportSnapshotResponseSchema)` to create a new message.
+ */
+export const ExportSnapshotResponseSchema: GenMessage<ExportSnapshotResponse> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 16);
+
+/**
+ * What is in an export.
+ *
+ * @generated from message kvfork.v1.ExportSummary
+ */
+export type ExportSummary = Message<"kvfork.v1.ExportSummary"> & {
+  /**
+   * The snapshot.
+   *
+   * @generated from field: kvfork.v1.Snapshot snapshot = 1;
+   */
+  snapshot?: Snapshot | undefined;
+
+  /**
+   * Records that travel.
+   *
+   * @generated from field: uint32 records = 2;
+   */
+  records: number;
+
+  /**
+   * Records that are left out, since the other side holds them.
+   *
+   * @generated from field: uint32 held_records = 3;
+   */
+  heldRecords: number;
+
+  /**
+   * Length of the export.
+   *
+   * @generated from field: uint64 bytes = 4;
+   */
+  bytes: bigint;
+
+  /**
+   * Tokens of the prefix whose state travels or is held there. The rest is
+   * computed again when it is used, as it would be here.
+   *
+   * @generated from field: uint32 state_tokens = 5;
+   */
+  stateTokens: number;
+};
+
+/**
+ * Describes the message kvfork.v1.ExportSummary.
+ * Use `create(ExportSummarySchema)` to create a new message.
+ */
+export const ExportSummarySchema: GenMessage<ExportSummary> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 17);
+
+/**
+ * Asks what of an export is here.
+ *
+ * @generated from message kvfork.v1.CheckImportRequest
+ */
+export type CheckImportRequest = Message<"kvfork.v1.CheckImportRequest"> & {
+  /**
+   * All data of an ExportSnapshot with manifest_only; more of it is of no harm.
+   *
+   * @generated from field: bytes manifest = 1;
+   */
+  manifest: Uint8Array;
+};
+
+/**
+ * Describes the message kvfork.v1.CheckImportRequest.
+ * Use `create(CheckImportRequestSchema)` to create a new message.
+ */
+export const CheckImportRequestSchema: GenMessage<CheckImportRequest> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 18);
+
+/**
+ * What is here. It may be gone a moment later: ImportSnapshot says so then.
+ *
+ * @generated from message kvfork.v1.CheckImportResponse
+ */
+export type CheckImportResponse = Message<"kvfork.v1.CheckImportResponse"> & {
+  /**
+   * For ExportSnapshotRequest.held.
+   *
+   * @generated from field: repeated bytes held = 1;
+   */
+  held: Uint8Array[];
+
+  /**
+   * Records that are not here.
+   *
+   * @generated from field: uint32 missing_records = 2;
+   */
+  missingRecords: number;
+
+  /**
+   * Their bytes.
+   *
+   * @generated from field: uint64 missing_bytes = 3;
+   */
+  missingBytes: bigint;
+};
+
+/**
+ * Describes the message kvfork.v1.CheckImportResponse.
+ * Use `create(CheckImportResponseSchema)` to create a new message.
+ */
+export const CheckImportResponseSchema: GenMessage<CheckImportResponse> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 19);
+
+/**
+ * A piece of an export to take in.
+ *
+ * @generated from message kvfork.v1.ImportSnapshotRequest
+ */
+export type ImportSnapshotRequest = Message<"kvfork.v1.ImportSnapshotRequest"> & {
+  /**
+   * The next bytes of the export, of any length.
+   *
+   * @generated from field: bytes data = 1;
+   */
+  data: Uint8Array;
+
+  /**
+   * How to keep the snapshot; in the first message only. An id, a ttl or labels
+   * that are not given are those that it had.
+   *
+   * @generated from field: kvfork.v1.SnapshotOptions options = 2;
+   */
+  options?: SnapshotOptions | undefined;
+};
+
+/**
+ * Describes the message kvfork.v1.ImportSnapshotRequest.
+ * Use `create(ImportSnapshotRequestSchema)` to create a new message.
+ */
+export const ImportSnapshotRequestSchema: GenMessage<ImportSnapshotRequest> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 20);
+
+/**
+ * What was taken in.
+ *
+ * @generated from message kvfork.v1.ImportSnapshotResponse
+ */
+export type ImportSnapshotResponse = Message<"kvfork.v1.ImportSnapshotResponse"> & {
+  /**
+   * The snapshot, of this instance.
+   *
+   * @generated from field: kvfork.v1.Snapshot snapshot = 1;
+   */
+  snapshot?: Snapshot | undefined;
+
+  /**
+   * Records that came.
+   *
+   * @generated from field: uint32 received_records = 2;
+   */
+  receivedRecords: number;
+
+  /**
+   * Their bytes.
+   *
+   * @generated from field: uint64 received_bytes = 3;
+   */
+  receivedBytes: bigint;
+
+  /**
+   * Records that were here already, whether they came or not.
+   *
+   * @generated from field: uint32 held_records = 4;
+   */
+  heldRecords: number;
+};
+
+/**
+ * Describes the message kvfork.v1.ImportSnapshotResponse.
+ * Use `create(ImportSnapshotResponseSchema)` to create a new message.
+ */
+export const ImportSnapshotResponseSchema: GenMessage<ImportSnapshotResponse> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_snapshot_service, 21);
+
+/**
  * Why a snapshot went away.
  *
  * @generated from enum kvfork.v1.GoneReason
@@ -595,6 +839,41 @@ export const SnapshotService: GenService<{
     methodKind: "server_streaming";
     input: typeof WatchSnapshotsRequestSchema;
     output: typeof WatchSnapshotsResponseSchema;
+  },
+  /**
+   * Writes a snapshot out for another instance: its tokens, and what there is of
+   * its state. UNIMPLEMENTED EXCHANGE_UNSUPPORTED without an exchange key.
+   *
+   * @generated from rpc kvfork.v1.SnapshotService.ExportSnapshot
+   */
+  exportSnapshot: {
+    methodKind: "server_streaming";
+    input: typeof ExportSnapshotRequestSchema;
+    output: typeof ExportSnapshotResponseSchema;
+  },
+  /**
+   * Tells which records of an export are here already, so that they need not
+   * travel. Takes what ExportSnapshot writes with manifest_only.
+   *
+   * @generated from rpc kvfork.v1.SnapshotService.CheckImport
+   */
+  checkImport: {
+    methodKind: "unary";
+    input: typeof CheckImportRequestSchema;
+    output: typeof CheckImportResponseSchema;
+  },
+  /**
+   * Takes a snapshot in that another instance wrote out. All or nothing: a byte
+   * that is not what was signed ends it by the name of its record, with
+   * DATA_LOSS EXPORT_DAMAGED; another model's by FAILED_PRECONDITION
+   * FINGERPRINT_DIFFERS.
+   *
+   * @generated from rpc kvfork.v1.SnapshotService.ImportSnapshot
+   */
+  importSnapshot: {
+    methodKind: "client_streaming";
+    input: typeof ImportSnapshotRequestSchema;
+    output: typeof ImportSnapshotResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_kvfork_v1_snapshot_service, 0);

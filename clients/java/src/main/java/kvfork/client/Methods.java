@@ -44,6 +44,15 @@ final class Methods {
   static final MethodDescriptor<kvfork.v1.WatchSnapshotsRequest, kvfork.v1.WatchSnapshotsResponse> WATCH_SNAPSHOTS =
       method("kvfork.v1.SnapshotService", "WatchSnapshots", MethodType.SERVER_STREAMING,
           kvfork.v1.WatchSnapshotsRequest.getDefaultInstance(), kvfork.v1.WatchSnapshotsResponse.getDefaultInstance());
+  static final MethodDescriptor<kvfork.v1.ExportSnapshotRequest, kvfork.v1.ExportSnapshotResponse> EXPORT_SNAPSHOT =
+      method("kvfork.v1.SnapshotService", "ExportSnapshot", MethodType.SERVER_STREAMING,
+          kvfork.v1.ExportSnapshotRequest.getDefaultInstance(), kvfork.v1.ExportSnapshotResponse.getDefaultInstance());
+  static final MethodDescriptor<kvfork.v1.CheckImportRequest, kvfork.v1.CheckImportResponse> CHECK_IMPORT =
+      method("kvfork.v1.SnapshotService", "CheckImport", MethodType.UNARY,
+          kvfork.v1.CheckImportRequest.getDefaultInstance(), kvfork.v1.CheckImportResponse.getDefaultInstance());
+  static final MethodDescriptor<kvfork.v1.ImportSnapshotRequest, kvfork.v1.ImportSnapshotResponse> IMPORT_SNAPSHOT =
+      method("kvfork.v1.SnapshotService", "ImportSnapshot", MethodType.CLIENT_STREAMING,
+          kvfork.v1.ImportSnapshotRequest.getDefaultInstance(), kvfork.v1.ImportSnapshotResponse.getDefaultInstance());
   static final MethodDescriptor<kvfork.v1.GetServerInfoRequest, kvfork.v1.GetServerInfoResponse> GET_SERVER_INFO =
       method("kvfork.v1.ServerService", "GetServerInfo", MethodType.UNARY,
           kvfork.v1.GetServerInfoRequest.getDefaultInstance(), kvfork.v1.GetServerInfoResponse.getDefaultInstance());

@@ -25,6 +25,20 @@ public enum Reason {
   DEADLINE_UNMET(Status.Code.DEADLINE_EXCEEDED, false),
   /** The model's thread is dead or stuck: restart the server. */
   ENGINE_DOWN(Status.Code.UNAVAILABLE, false),
+  /** metadata: have, want (what tells the keys apart). */
+  EXCHANGE_KEY_DIFFERS(Status.Code.FAILED_PRECONDITION, false),
+  /** metadata: limit. */
+  EXCHANGE_QUOTA(Status.Code.RESOURCE_EXHAUSTED, false),
+  /** Start the servers with an exchange key. */
+  EXCHANGE_UNSUPPORTED(Status.Code.UNIMPLEMENTED, false),
+  /** metadata: record. */
+  EXPORT_DAMAGED(Status.Code.DATA_LOSS, false),
+  /** metadata: record. */
+  EXPORT_INCOMPLETE(Status.Code.ABORTED, false),
+  /** Send an export as it is, from its first byte on. */
+  EXPORT_UNREADABLE(Status.Code.INVALID_ARGUMENT, false),
+  /** A snapshot of another model or other software. metadata: have, want, model. */
+  FINGERPRINT_DIFFERS(Status.Code.FAILED_PRECONDITION, false),
   /** Nothing was created. metadata: needBytes, freeBytes. */
   FORK_MEMORY(Status.Code.RESOURCE_EXHAUSTED, false),
   /** Send an encoded PNG, JPEG or WebP file. */

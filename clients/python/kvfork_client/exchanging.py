@@ -1,0 +1,212 @@
+"""Snapshots from one server to another, for threads and for an event loop. Owns the copying; what is copied is opaque.
+
+    with Client("one:50051") as one, Client("two:50051") as two:
+        copied = one.copy_snapshot("snapshots/plan-0001", to=two)
+        print(copied.snapshot.generate("Go on").result().text)
+
+An export is a string of bytes: to be written to a file, and to be given to `import_snapshot` in pieces of any size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from .asynchronous import AsyncSnapshot, give_up
+from .blocking import Snapshot
+from .connection import AsyncConnection, Connection, locally_cancelled, translate
+from .errors import Cancelled
+from .exchange_wire import IMPORT, data_requests, first_request, read_imported, read_piece
+from .messages import SaveOptions
+from .values import ExportSummary, Imported
+
+
+class Export(Iterator[bytes]):
+    """A running export: iterate it for its bytes, or `read` them all. `summary` is there with the first.
+
+    Leaving the `with` block, or dropping the object, cancels it on the server.
+    """
+
+    def __init__(self, connection: Connection, request: bytes, timeout: float | None, instance: str = "") -> None:
+        self.summary: ExportSummary | None = None
+        self._stream = connection.export(request, timeout, instance)
+        self._abandon = weakref.finalize(self, self._stream.cancel)
+        self._abandon.atexit = False
+
+    def __next__(self) -> bytes:
+        """Waits for the next bytes. Raises the KVForkError that ended the export; at its end, StopIteration."""
+        try:
+            data, summary = read_piece(next(self._stream))
+        except StopIteration:
+            self._abandon.detach()
+            raise
+        except grpc.RpcError as error:
+            self._abandon.detach()
+            raise translate(error) from None
+        self.summary = summary or self.summary
+        return data
+
+    def read(self) -> bytes:
+        """All of it that has not been read yet."""
+        return b"".join(self)
+
+    def cancel(self) -> None:
+        """Gives up. Does nothing after the end."""
+        self._abandon()
+
+    close = cancel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+def imported(
+    connection: Connection, data: Iterable[bytes], options: SaveOptions | None, timeout: float | None
+) -> Imported[Snapshot]:
+    """Sends `data`. What it raises comes out of here, and ends the import."""
+    failed: list[BaseException] = []
+
+    def requests() -> Iterator[bytes]:
+        yield first_request(options)
+        try:
+            for piece in data:
+                yield from data_requests(piece)
+        except GeneratorExit:  # the call has ended
+            raise
+        except BaseException as error:  # whatever it is: gRPC, whose thread this is, would only log it
+            failed.append(error)
+            stop[0]()
+
+    stop: list[Callable[[], object]] = [lambda: None]
+    method: Any = connection.channel.stream_unary(IMPORT)
+    try:
+        call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
+        stop[0] = call.cancel
+        if failed:
+            call.cancel()
+        told = read_imported(call.result())
+    except (grpc.RpcError, grpc.FutureCancelledError) as error:
+        if failed:
+            raise failed[0] from None
+        raise (translate(error) if isinstance(error, grpc.RpcError) else Cancelled("the client was closed")) from None
+    except BaseException:  # an interrupt: nobody waits for the reply any more
+        call.cancel()
+        raise
+    return Imported(
+        snapshot=Snapshot(connection, told.snapshot),
+        received_records=told.received_records,
+        received_bytes=told.received_bytes,
+        held_records=told.held_records,
+    )
+
+
+class AsyncExport(AsyncIterator[bytes]):
+    """A running export: iterate it for its bytes, or `read` them all. `summary` is there with the first.
+
+    Leaving the `async with` block, or dropping the object, cancels it on the server.
+    """
+
+    def __init__(self, connection: AsyncConnection, request: bytes, timeout: float | None, instance: str = "") -> None:
+        self.summary: ExportSummary | None = None
+        self._stream = connection.export(request, timeout, instance)
+        self._abandon = weakref.finalize(self, give_up, asyncio.get_running_loop(), self._stream)
+        self._abandon.atexit = False
+
+    async def __anext__(self) -> bytes:
+        """Waits for the next bytes. Raises the KVForkError that ended the export; at its end, StopAsyncIteration."""
+        try:
+            message = await self._stream.read()
+        except grpc.aio.AioRpcError as error:
+            self._abandon.detach()
+            raise translate(error) from None
+        except asyncio.CancelledError:
+            self.cancel()
+            if not locally_cancelled():
+                raise
+            raise Cancelled("the client was closed") from None
+        if message is grpc.aio.EOF:
+            self._abandon.detach()
+            raise StopAsyncIteration
+        data, summary = read_piece(message)
+        self.summary = summary or self.summary
+        return data
+
+    async def read(self) -> bytes:
+        """All of it that has not been read yet."""
+        return b"".join([piece async for piece in self])
+
+    def cancel(self) -> None:
+        """Gives up. Does nothing after the end."""
+        self._abandon()
+
+    async def aclose(self) -> None:
+        """The same as `cancel`, for `contextlib.aclosing`."""
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+async def async_imported(
+    connection: AsyncConnection,
+    data: Iterable[bytes] | AsyncIterable[bytes],
+    options: SaveOptions | None,
+    timeout: float | None,
+) -> Imported[AsyncSnapshot]:
+    """Sends `data`. What it raises comes out of here, and ends the import."""
+    method: Any = connection.open().stream_unary(IMPORT)
+    call = method(timeout=connection.deadline(timeout), metadata=connection.metadata())
+    try:
+        # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
+        await call.write(first_request(options))
+        async for piece in _async(data):
+            for request in data_requests(piece):
+                await call.write(request)
+        await call.done_writing()
+    except asyncio.InvalidStateError:
+        pass  # the server has refused it meanwhile; its status says why
+    except grpc.aio.AioRpcError as error:
+        raise translate(error) from None
+    except BaseException:  # of the caller's own, or this task's end
+        call.cancel()
+        raise
+    try:
+        told = read_imported(await call)
+    except grpc.aio.AioRpcError as error:
+        raise translate(error) from None
+    except asyncio.CancelledError:
+        if locally_cancelled():
+            raise Cancelled("the client was closed") from None
+        call.cancel()
+        raise
+    return Imported(
+        snapshot=AsyncSnapshot(connection, told.snapshot),
+        received_records=told.received_records,
+        received_bytes=told.received_bytes,
+        held_records=told.held_records,
+    )
+
+
+async def _async(data: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    if isinstance(data, AsyncIterable):
+        async for piece in data:
+            yield piece
+    else:
+        for piece in data:
+            yield piece

@@ -1,0 +1,128 @@
+"""One snapshot on its way in: what of it is kept, held and counted until it has a name. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import ExitStack
+from dataclasses import replace
+
+from kvcache.cache import PrefixCache
+from kvcache.export import Arrived
+from kvcache.manifest import Item, Manifest
+from kvcache.media import MediaTag
+from kvcache.records import Buffer, NoteKind, PutResult
+from kvcache.travel import Arrival
+from service.events import Imported
+from service.export_errors import check_fingerprint, incomplete
+from service.handles import Handles
+from service.request import SaveOptions
+from service.runtime import Loaded, Runtime, store_full
+
+
+class Incoming:
+    """One import under way. What it holds is let go of with `stack`.
+
+    What came of one that broke off stays as any state that nobody has named does, so that the next need not bring it
+    again; of one that was refused nothing does.
+    """
+
+    def __init__(
+        self, rt: Runtime, loaded: Loaded, handles: Handles, options: SaveOptions, owner: str, stack: ExitStack
+    ) -> None:
+        self._rt = rt
+        self._loaded = loaded
+        self._handles = handles
+        self._options = options
+        self._owner = owner
+        self._stack = stack
+        self._arrival: Arrival | None = None
+        self._images: set[MediaTag] = set()  # that are held
+        self.refused = False
+        self._records = self._bytes = 0
+
+    def begin(self, manifest: Manifest) -> None:
+        """Refuses what cannot be kept before any state has come."""
+        loaded, owner, came = self._loaded, self._owner, manifest.snapshot
+        check_fingerprint(manifest, loaded)
+        self._options = replace(
+            self._options,
+            snapshot_id=self._options.snapshot_id or came.id,
+            ttl=self._options.ttl if self._options.ttl is not None else min(came.ttl, self._rt.config.max_ttl),
+            labels=self._options.labels or tuple(sorted(came.labels.items())),
+            lineage=came.lineage,
+        )
+        self._handles.check_new(owner, [self._options])
+        self._handles.check_id(owner, self._options, manifest.end.all_tokens())
+        arrival = self._arrival = loaded.cache.arrive(owner, manifest)
+        self._stack.callback(lambda: loaded.cache.arrived(arrival, forget=self.refused))
+        for tag in arrival.images.values():
+            uploads = loaded.uploads.hold(owner, (tag,))
+            if uploads is not None:
+                self._stack.callback(loaded.uploads.release, uploads)
+                self._images.add(tag)
+
+    async def take(self, part: Arrived) -> None:
+        """Waits, not for long, while the store has no room."""
+        assert self._arrival is not None
+        item = self._arrival.manifest.items[part.index]
+        if item.kind is NoteKind.MEDIA:
+            self._take_image(item, part.payload)
+            return
+        cache, loop = self._loaded.cache, asyncio.get_running_loop()
+        until = loop.time() + self._rt.config.snapshot_wait
+        while True:
+            left = until - loop.time()
+            result = cache.take(self._arrival, item, part.payload, patient=left > 0)
+            if result.held:
+                if result is PutResult.STORED:
+                    self._count(item)
+                return
+            if not result.may_pass or left <= 0:
+                raise store_full(result.name)
+            await _until_written(cache, left)
+
+    def _take_image(self, item: Item, file: Buffer) -> None:
+        assert self._arrival is not None
+        tag = self._arrival.images.get(item.key)
+        if tag is not None and tag not in self._images:
+            upload = self._loaded.uploads.receive(self._owner, tag, bytes(file))
+            self._stack.callback(lambda: self._loaded.uploads.release((upload,), forget=self.refused))
+            self._images.add(tag)
+            self._count(item)
+
+    def _count(self, item: Item) -> None:
+        self._records += 1
+        self._bytes += item.size
+
+    async def end(self) -> Imported:
+        """Names it, once all of it is there."""
+        arrival, cache = self._arrival, self._loaded.cache
+        assert arrival is not None
+        lacking = [str(item) for item in cache.lacking(arrival)]
+        lacking += [f"image {key[:8].hex()}" for key, tag in arrival.images.items() if tag not in self._images]
+        if lacking:
+            raise incomplete(lacking[0])
+        node = cache.hold(arrival.end)
+        snapshot = await self._rt.add(self._owner, node, self._options, None)
+        if snapshot.node is not arrival.end and not cache.stands(snapshot.node) and cache.stands(arrival.end):
+            cache.rehome(snapshot, arrival.end)
+        return Imported(
+            snapshot=self._handles.view(snapshot),
+            received_records=self._records,
+            received_bytes=self._bytes,
+            held_records=len(arrival.manifest.items) - self._records,
+        )
+
+
+async def _until_written(cache: PrefixCache, seconds: float) -> None:
+    """Until the store has written something, or time is up."""
+    loop, written = asyncio.get_running_loop(), asyncio.Event()
+
+    def from_there() -> None:
+        loop.call_soon_threadsafe(written.set)
+
+    cache.store.when_written(from_there)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await written.wait()

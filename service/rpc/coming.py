@@ -1,0 +1,44 @@
+"""The messages of a call whose caller streams. Owns how long each may take, and what is wrong with one that is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import grpc.aio
+
+from service.errors import InvalidField, SlowSender
+from service.rpc.interceptor import UNREADABLE
+
+
+class Coming:
+    """Reads one call's messages, one at a time: what is not read yet holds the sender back."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], *, patience: float) -> None:
+        """`patience`: seconds that a message may take to arrive."""
+        self._context = context
+        self._patience = patience
+
+    async def first(self) -> Any:
+        """The first message. InvalidField if there is none."""
+        message = await self._next()
+        if message is grpc.aio.EOF:
+            raise InvalidField("the call ended without a request")
+        return message
+
+    async def others(self) -> AsyncGenerator[Any, None]:
+        """The messages behind it, until the caller has sent all of them."""
+        while (message := await self._next()) is not grpc.aio.EOF:
+            yield message
+
+    async def _next(self) -> Any:
+        try:
+            async with asyncio.timeout(self._patience):
+                message = await cast(Any, self._context).read()
+        except TimeoutError:
+            text = f"the next message did not arrive within {self._patience:g} s"
+            raise SlowSender(text, hint="send it faster, or in smaller messages") from None
+        if message is UNREADABLE:
+            raise InvalidField("the request cannot be parsed as this method's message")
+        return message

@@ -1,0 +1,109 @@
+"""Where calls ask to go: a handle's own instance by itself, and another one or a session on request."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import grpc
+import pytest
+from contract_peer import Peer, refuse
+from flavours import Flavour
+from kvfork_client import Internal, Unavailable, WrongInstance
+from kvfork_client.status import from_status
+
+INSTANCE, SESSION = "x-kvfork-instance", "x-kvfork-session"
+
+
+def asked(peer: Peer, since: int = 0) -> list[tuple[str, str | None]]:
+    """Method and instance of the calls that arrived."""
+    names = [name for name, _ in peer.seen]
+    return [(name, said.get(INSTANCE)) for name, said in zip(names[since:], peer.metadata[since:], strict=True)]
+
+
+def test_every_call_about_a_handle_names_the_instance_that_holds_it(peer: Peer, flavour: Flavour) -> None:
+    client = flavour.client(peer.address)
+    handle = flavour.do(client.create_snapshot, "abc")
+    assert asked(peer) == [("CreateSnapshot", None)]
+    info = handle.info
+    flavour.do(handle.fork, 1)
+    flavour.do(handle.rollback, token_count=1)
+    flavour.do(flavour.do(handle.generate, "x").result)
+    flavour.do(flavour.do(client.generate, "x", info).result)
+    flavour.do(client.create_snapshot, "d", handle)
+    flavour.do(client.count_tokens, "d", handle)
+    flavour.do(client.plan, "d", handle)
+    flavour.do(handle.refresh)
+    flavour.do(handle.tokens)
+    flavour.do(handle.extend, 30)
+    flavour.do(handle.update, pinned=True)
+    flavour.all(client.list_snapshots, parent=handle)
+    flavour.do(handle.release)
+    assert [instance for _, instance in asked(peer, 1)] == ["peer"] * 13
+    assert {name for name, _ in asked(peer, 1)} == {
+        "Fork", "Rollback", "Generate", "CreateSnapshot", "CountTokens", "GetSnapshot", "ExtendSnapshots",
+        "UpdateSnapshot", "ListSnapshots", "DeleteSnapshot",
+    }  # fmt: skip
+
+
+def test_a_running_generation_is_stopped_where_it_runs(peer: Peer, flavour: Flavour) -> None:
+    peer.hold = threading.Event()
+    generation = flavour.do(flavour.client(peer.address).generate, "x")
+    flavour.do(generation.__anext__ if flavour.runner else generation.__next__)
+    flavour.do(generation.stop)
+    flavour.do(generation.result)
+    assert asked(peer) == [("Generate", None), ("StopGeneration", "peer")]
+
+
+def test_a_bare_name_goes_where_its_client_is_routed_and_a_handle_home_all_the_same(
+    peer: Peer, flavour: Flavour
+) -> None:
+    client = flavour.client(peer.address, token="secret")
+    handle = flavour.do(client.create_snapshot, "abc")
+    there = client.routed(instance="b", session="task 7")
+    flavour.do(there.get_snapshot, handle.name)
+    by_name = there.snapshot(handle.name)
+    assert by_name.instance == ""
+    flavour.do(by_name.refresh)
+    flavour.do(by_name.refresh)  # now it has been told whose it is
+    flavour.do(there.get_snapshot, handle)
+    flavour.do(there.server_info)
+    flavour.do(there.with_token("other").server_info)
+    flavour.do(there.routed(instance="").server_info)
+    flavour.do(client.server_info)
+    assert [instance for _, instance in asked(peer, 1)] == ["b", "b", "peer", "peer", "b", "b", None, None]
+    assert [said.get(SESSION) for said in peer.metadata[1:]] == ["task 7"] * 7 + [None]
+    assert {said["authorization"] for said in peer.metadata} == {"Bearer secret", "Bearer other"}
+    flavour.do(there.close)  # the connection is the first one's
+    flavour.do(client.server_info)
+
+
+def test_handles_of_several_instances_are_extended_each_at_home(peer: Peer, flavour: Flavour) -> None:
+    client = flavour.client(peer.address)
+    handle = flavour.do(client.create_snapshot, "abc")
+    extended = flavour.do(client.extend_snapshots, ["snapshots/lost-one", handle, "snapshots/lost-two", handle.info])
+    assert asked(peer, 1) == [("ExtendSnapshots", None), ("ExtendSnapshots", "peer")]
+    assert extended.missing == ("snapshots/lost-one", "snapshots/lost-two")
+    assert [info.name for info in extended.snapshots] == [handle.name] * 2
+
+
+def test_leaving_the_block_of_a_handle_whose_server_was_replaced_is_no_error(peer: Peer, flavour: Flavour) -> None:
+    handle = flavour.do(flavour.client(peer.address).create_snapshot, "abc")
+    peer.scripts["DeleteSnapshot"] = lambda request, context: refuse(context, "FAILED_PRECONDITION", "WRONG_INSTANCE")
+    flavour.do(handle.__aexit__ if flavour.runner else handle.__exit__, None, None, None)
+    with pytest.raises(WrongInstance):
+        flavour.do(handle.release)
+
+
+@pytest.mark.parametrize("route", [{"instance": "a\n"}, {"instance": " a"}, {"session": "päss"}])
+def test_a_route_that_no_header_can_carry_is_refused(peer: Peer, flavour: Flavour, route: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="printable ASCII"):
+        flavour.client(peer.address).routed(**route)
+
+
+def test_a_stream_that_a_proxy_resets_is_unavailable_and_the_servers_own_failure_is_not() -> None:
+    def error(text: str, **more: Any) -> Any:
+        return from_status(grpc.StatusCode.INTERNAL, text, **more)
+
+    assert type(error("Stream removed (RST_STREAM (Received RST_STREAM with error code 2))")) is Unavailable
+    assert type(error("the server failed")) is Internal
