@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvfork_client import Stopping
 from toolchains import missing
 
 from tests.e2e.live import LiveServer
@@ -23,14 +23,14 @@ MODEL = "tiny-gemma3"
 
 # Every example that takes an address, with the figures it must print.
 SHARED = {
-    "tree_search": {"computed_tokens", "shared_prefix_forwarded", "recomputed_tokens", "snapshots_left"},
+    "tree_search": {"computed_tokens", "recomputed_tokens", "snapshots_left"},
     "tool_pause": {
         "recomputed_after_the_pause",
         "computed_after_the_pause",
         "recomputed_without_a_pin",
         "unpinned_state_lost",
     },
-    "shared_system_prompt": {"computed_tokens", "system_prompt_forwarded", "recomputed_tokens"},
+    "shared_system_prompt": {"computed_tokens", "recomputed_tokens"},
     "langgraph_time_travel": {"turns_behind_the_branch", "recomputed_tokens", "computed_tokens", "snapshots_left"},
     "agents_sdk": {
         "computed_share_behind_the_first_turn",
@@ -39,7 +39,7 @@ SHARED = {
         "computed_behind_another_gateway",
         "answers_kept",
     },
-    "best_of_n": {"finished_or_cancelled", "not_cancelled", "rows_left", "prompt_tokens_computed"},
+    "best_of_n": {"finished_or_cancelled", "rows_left", "prompt_tokens_computed"},
 }
 
 pytestmark = pytest.mark.mlx
@@ -86,16 +86,31 @@ def test_a_server_killed_in_the_middle_is_no_loss() -> None:
     assert told == {"recomputed_tokens": 0, "same_tokens": 16, "bit_equal_log_probabilities": 16}
 
 
-def test_a_missed_figure_is_told_and_ends_with_exit_code_1(server: LiveServer) -> None:
-    """Somebody else's row runs all the while, so that one is left when the race is over."""
-    endless = Stopping(max_tokens=20000, ignore_eos=True)
-    with server.client() as client, client.generate("Once upon a time", stopping=endless) as busy:
-        next(busy)
-        missed = run("best_of_n", server.address)
+STORY = """
+import sys
+from stage import Stage, play
+
+def main(stage: Stage) -> None:
+    stage.expect("kept", 1, exactly=1)
+    stage.expect("too_many", 3, at_most=2)
+    stage.expect("share", 0.10049, at_most=0.1)
+
+sys.exit(play(main, "A story: `told`.", alone=True))
+"""
+
+
+def test_a_missed_figure_is_told_and_ends_with_exit_code_1(tmp_path: Path) -> None:
+    story = tmp_path / "story.py"
+    story.write_text(STORY)
+    path = f"{EXAMPLES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    missed = subprocess.run(
+        [sys.executable, str(story)], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": path}
+    )
     assert missed.returncode == 1
-    assert "ok      finished or cancelled: 6 (exactly 6)" in missed.stdout
-    assert "MISSED  rows left: 1 (exactly 0)" in missed.stdout
-    assert missed.stderr == "error: rows_left is 1, not exactly 0\n"
+    assert missed.stdout == (
+        "  ok      kept: 1 (exactly 1)\n  MISSED  too many: 3 (at most 2)\n  MISSED  share: 0.10049 (at most 0.1)\n"
+    )
+    assert missed.stderr == "error: too_many is 3, not at most 2\nerror: share is 0.10049, not at most 0.1\n"
 
 
 @pytest.mark.slow

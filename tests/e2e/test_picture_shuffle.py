@@ -116,7 +116,7 @@ class Shuffle:
     def begin(self) -> None:
         """A snapshot behind a picture alone."""
         said = (Said(pb.ROLE_USER, picture=self._rng.choice(self._pictures)),)
-        self._keep(said, None)
+        self._keep(said)
 
     def show_another(self) -> None:
         """Another picture in a chat, and a question with it."""
@@ -199,7 +199,7 @@ class Shuffle:
         durable = self._rng.random() < 0.25
         return durable, pb.SnapshotOptions(durability=pb.DURABILITY_DISK if durable else pb.DURABILITY_UNSPECIFIED)
 
-    def _keep(self, said: tuple[Said, ...], before: Chat | None) -> None:
+    def _keep(self, said: tuple[Said, ...]) -> None:
         durable, options = self._options()
         request = inference_pb.CreateSnapshotRequest(input=input_of(said, open_turn=False), options=options)
         made = self.server.inference.CreateSnapshot(request, timeout=PATIENCE)
@@ -212,7 +212,6 @@ class Shuffle:
                 said=said,
                 picture=picture,
                 durable=durable,
-                before=before,
             )
         )
 

@@ -98,8 +98,7 @@ class Stage:
 
     def expect(self, name: str, value: float, *, exactly: float | None = None, at_most: float | None = None) -> None:
         """Notes a figure and holds it to its bound."""
-        value = round(value, 3)
-        self.figures[name] = value
+        self.figures[name] = round(value, 3)
         bound = f"at most {at_most:,g}" if exactly is None else f"exactly {exactly:,g}"
         kept = value <= at_most if exactly is None and at_most is not None else value == exactly
         if not kept:
