@@ -63,7 +63,7 @@ from tests.e2e.test_exchange import (
     values,
 )
 
-pytestmark = [pytest.mark.mlx]
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 LONG = prompt_of(6_000, seed=5)
 

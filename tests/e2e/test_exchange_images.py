@@ -15,7 +15,7 @@ from tests.e2e.test_exchange import Pair, answer, check, copy, export, forget, k
 from tests.images.pictures import png
 
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
-pytestmark = [pytest.mark.mlx]
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 MORE = prompt_of(5, seed=1)
 # Recurrent layers and rotary places of an image's own; windows, and attention both ways inside an image.

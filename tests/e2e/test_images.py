@@ -226,6 +226,7 @@ def test_eight_callers_of_one_image_have_it_encoded_once(server: LiveServer) -> 
     assert {answer.usage.image_tokens for answer in answers} == {256}
 
 
+@pytest.mark.slow
 def test_features_of_a_hundred_images_stay_within_the_budgets() -> None:
     """16 KiB of features an image, ten of which fit into both tiers, beside what else is stored."""
     memory, disk = 128 << 10, 256 << 10

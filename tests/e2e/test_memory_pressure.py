@@ -42,6 +42,7 @@ def question(i: int, **more: object) -> inference_pb.GenerateRequest:
     return greedy(raw(prompt_of(300 + 23 * i, 400 + i)), tokens=6, **more)
 
 
+@pytest.mark.slow
 def test_thirty_conversations_in_the_room_of_three(tight: LiveServer, roomy: LiveServer) -> None:
     names: dict[int, str] = {}
     for i in range(COUNT):

@@ -416,6 +416,7 @@ def bystanders(house: House) -> Iterator[Bystanders]:
         yield both
 
 
+@pytest.mark.slow
 def test_ten_thousand_handles_end_at_the_quota_of_who_makes_them(house: House, bystanders: Bystanders):
     mallory = house.owner("mallory")
     for name in mallory.names():
