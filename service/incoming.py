@@ -104,7 +104,7 @@ class Incoming:
         if lacking:
             raise incomplete(lacking[0])
         node = cache.hold(arrival.end)
-        snapshot = await self._rt.add(self._owner, node, self._options, None)
+        (snapshot,) = await self._rt.add_all(self._owner, [(node, self._options)], None)
         if snapshot.node is not arrival.end and not cache.stands(snapshot.node) and cache.stands(arrival.end):
             cache.rehome(snapshot, arrival.end)
         return Imported(
