@@ -191,9 +191,10 @@ class SnapshotRegistry:
         self._by_owner.setdefault(snapshot.owner, {})[snapshot.id] = snapshot
 
     def drop(self, snapshot: Snapshot, reason: GoneReason, now: float) -> None:
-        """Ends a name. Dropping twice is harmless."""
-        if self._by_id.pop((snapshot.owner, snapshot.id), None) is None:
+        """Ends a name. Dropping twice is harmless, to whoever has the name by then as well."""
+        if not self.has(snapshot):
             return
+        del self._by_id[snapshot.owner, snapshot.id]
         owned = self._by_owner[snapshot.owner]
         del owned[snapshot.id]
         if not owned:

@@ -148,6 +148,14 @@ def test_tombstones_are_bounded_oldest_first_and_flush_nobody_elses(names: Names
             names.registry.find(owner, name, 1)
 
 
+def test_whoever_drops_twice_does_not_end_the_next_of_that_name(names: Names) -> None:
+    first = names.add("x")
+    names.registry.drop(first, GoneReason.DELETED, 1)
+    second = names.add("x")
+    names.registry.drop(first, GoneReason.DELETED, 2)
+    assert names.registry.find("a", "x", 3) is second and names.forgotten == ["x"]
+
+
 def test_descendants_are_found_through_names_that_are_gone(names: Names) -> None:
     names.add("root")
     middle = names.add("middle", lineage="root")
