@@ -293,6 +293,15 @@ class PrefixCache(NamedSnapshots):
             self._stock.forget_lost()
             return self._stock.why_not(node)
 
+    def regain(self, snapshot: Snapshot, node: Node) -> None:
+        """State of the handle's tokens has come, at `node`: it is the handle's where its own is gone, or was this."""
+        with self._lock:
+            if node is snapshot.node:
+                if not self._places.state_of(snapshot).on_disk:
+                    self.rehome(snapshot, node)  # counts it as pinned, and writes it, where the handle is
+            elif self._stock.restorable(node) and not self._stock.restorable(snapshot.node):
+                self.rehome(snapshot, node)
+
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""
         with self._lock:

@@ -105,8 +105,6 @@ class Incoming:
             raise incomplete(lacking[0])
         node = cache.hold(arrival.end)
         (snapshot,) = await self._rt.add_all(self._owner, [(node, self._options)], None)
-        if snapshot.node is not arrival.end and not cache.stands(snapshot.node) and cache.stands(arrival.end):
-            cache.rehome(snapshot, arrival.end)
         return Imported(
             snapshot=self._handles.view(snapshot),
             received_records=self._records,

@@ -357,7 +357,7 @@ class Runtime:
         """Raises StoreFull if it cannot be made durable."""
         assert self.loaded is not None
         cache = self.loaded.cache
-        if options.durability is Durability.DISK and not snapshot.durable:
+        if options.durability is Durability.DISK and not cache.state_of(snapshot).on_disk:
             error = await self._written(lambda done: cache.make_durable(snapshot, done))
             if error is not None:
                 raise store_full(str(error))

@@ -118,6 +118,12 @@ def durable_world(folder: Path, **how: Any) -> DurableWorld:
     return DurableWorld(LAYOUTS["all"], CrashStorage(), ring_at(folder / "keys"), **how)
 
 
+def after_a_crash(world: DurableWorld, folder: Path) -> DurableWorld:
+    """What a start finds if the power went at this moment."""
+    assert isinstance(world.storage, CrashStorage)
+    return DurableWorld(LAYOUTS["all"], CrashStorage(world.storage.synced), ring_at(folder / "keys"), opening=2)
+
+
 async def _each(data: Iterable[bytes]) -> AsyncIterator[bytes]:
     for message in data:
         yield message

@@ -9,7 +9,7 @@ import pytest
 
 from service.request import Durability
 from tests.kvcache.tiny_worlds import prompt_of
-from tests.service.exchange_rig import Instance, durable_world, until
+from tests.service.exchange_rig import Instance, after_a_crash, durable_world, until
 
 NOTHING = (0, 0, 0)
 
@@ -46,5 +46,38 @@ def test_an_import_that_is_cancelled_while_it_is_written_leaves_no_name(tmp_path
             assert there.names == []
             world.settle()
             assert there.names == [] and there.left() == NOTHING
+
+    asyncio.run(story())
+
+
+def test_a_durable_name_that_lost_its_state_is_on_disk_again_once_it_came_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        world = durable_world(tmp_path)
+        with Instance() as here, Instance(world) as there:
+            saved(here)
+            data = await here.whole("made")
+            world.store.start()
+            assert (await there.take([data], durability=Durability.DISK)).snapshot.durable
+            world.store.trim(memory_bytes=0, disk_bytes=0)
+            assert after_a_crash(world, tmp_path).restored("made") == 0
+            again = await there.take([data], durability=Durability.DISK)
+            assert again.snapshot.durable and again.held_records == 0
+            assert after_a_crash(world, tmp_path).restored("made") == 700
+
+    asyncio.run(story())
+
+
+def test_state_that_comes_to_a_pinned_name_counts_among_the_pinned_bytes() -> None:
+    async def story() -> None:
+        with Instance() as here, Instance() as there:
+            saved(here)
+            data = await here.whole("made")
+            here.world.starve()
+            tokens_only = await here.whole("made")
+            cache = there.world.cache
+            assert (await there.take([tokens_only], pinned=True)).received_bytes == 0
+            assert cache.pinned_bytes("a") == 0
+            whole = await there.take([data])
+            assert whole.snapshot.pinned and cache.pinned_bytes("a") == whole.received_bytes > 0
 
     asyncio.run(story())
