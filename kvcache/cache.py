@@ -35,6 +35,7 @@ from kvcache.names import (
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
 from kvcache.records import Buffer, PutResult, RecordId, RecordKind, Tier
+from kvcache.schedule import is_decoded
 from kvcache.snapshots import Snapshot
 from kvcache.store import TieredStore
 from kvcache.travel import Arrival, Departure, Travel
@@ -294,13 +295,17 @@ class PrefixCache(NamedSnapshots):
             return self._stock.why_not(node)
 
     def regain(self, snapshot: Snapshot, node: Node) -> None:
-        """State of the handle's tokens has come, at `node`: it is the handle's where its own is gone, or was this."""
+        """State of the handle's tokens has come, at `node`: it is the handle's where its own is gone, or was this.
+
+        Decoded state of elsewhere is not: what goes on from it gives other bits than the handle's own did.
+        """
         with self._lock:
             if node is snapshot.node:
                 if not self._places.state_of(snapshot).on_disk:
                     self.rehome(snapshot, node)  # counts it as pinned, and writes it, where the handle is
             elif self._stock.restorable(node) and not self._stock.restorable(snapshot.node):
-                self.rehome(snapshot, node)
+                if not any(is_decoded(here.schedule) for here in node.path()):
+                    self.rehome(snapshot, node)
 
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""

@@ -14,9 +14,9 @@ from tests.service.exchange_rig import Instance, after_a_crash, durable_world, u
 NOTHING = (0, 0, 0)
 
 
-def saved(instance: Instance, length: int = 700, name: str = "made", **keep: object) -> None:
+def saved(instance: Instance, length: int = 700, name: str = "made", *, decode: int = 0, **keep: object) -> None:
     world = instance.world
-    world.save(world.run(prompt_of(length)).nodes[length], name, **keep)
+    world.save(world.run(prompt_of(length), decode=decode).nodes[length], name, **keep)
 
 
 def test_a_snapshot_goes_from_one_to_the_other() -> None:
@@ -79,5 +79,25 @@ def test_state_that_comes_to_a_pinned_name_counts_among_the_pinned_bytes() -> No
             assert cache.pinned_bytes("a") == 0
             whole = await there.take([data])
             assert whole.snapshot.pinned and cache.pinned_bytes("a") == whole.received_bytes > 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("decode", "moves"), [(0, True), (30, False)], ids=["prefilled", "generated"])
+def test_a_prefilled_name_takes_prefilled_state_alone(decode: int, moves: bool) -> None:
+    async def story() -> None:
+        with Instance() as here, Instance() as there:
+            world = here.world
+            tokens = prompt_of(700)
+            # A call that ended at 300 makes another chain of the same tokens.
+            world.save(world.run(tokens, keep=() if decode else (300,), decode=decode).nodes[700], "made")
+            saved(there)
+            own = there.find("made").node
+            there.world.starve()
+            taken = await there.take([await here.whole("made")])
+            stands = there.find("made").node
+            assert (stands.key != own.key) == moves and there.world.cache.stands(stands) == moves
+            assert list(stands.all_tokens()) == tokens and taken.snapshot.token_count == 700
+            assert there.left() == NOTHING
 
     asyncio.run(story())
