@@ -152,13 +152,12 @@ class NamedSnapshots:
         assert node.parent is not None, "the empty prefix has no name"
         now = self._clock()
         ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
-        lineage = ((*parent.lineage, parent.id) if parent else keep.lineage)[-LINEAGE_LIMIT:]
         snapshot = Snapshot(
             id=keep.snapshot_id or self._new_id(durable=keep.durable),
             owner=owner,
             node=node,
             images=images_of(node),
-            lineage=lineage,
+            lineage=(*parent.lineage, parent.id)[-LINEAGE_LIMIT:] if parent else (),
             created=now,
             last_use=now,
             ttl=ttl,
@@ -168,6 +167,8 @@ class NamedSnapshots:
         )
         with self._lock:
             self._snapshots.expire(now)
+            if parent is None:
+                snapshot.lineage = self._snapshots.known_lineage(owner, node, keep.lineage[-LINEAGE_LIMIT:])
             if snapshot.pinned and not self._snapshots.taken(owner, snapshot.id):
                 self._check_pin(snapshot)
             self._snapshots.add(snapshot)

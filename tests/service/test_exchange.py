@@ -101,3 +101,35 @@ def test_a_prefilled_name_takes_prefilled_state_alone(decode: int, moves: bool) 
             assert there.left() == NOTHING
 
     asyncio.run(story())
+
+
+def test_a_lineage_of_elsewhere_means_no_name_here_that_only_has_the_same_id() -> None:
+    async def story() -> None:
+        with Instance() as here, Instance() as there:
+            for name, length, parent in (("base", 300, None), ("child", 500, "base")):
+                node = here.world.run(prompt_of(length)).nodes[length]
+                here.world.save(node, name, parent=here.find(parent) if parent else None)
+            child = await here.whole("child")
+            unrelated = there.world.save(there.world.run(prompt_of(2_000, seed=2)).nodes[2_000], "base")
+            assert (await there.take([child])).snapshot.parent == ""
+            cache = there.world.cache
+            came = there.find("child")
+            assert cache.abandoned_by(came, 100) == [came]
+            assert cache.descendants(unrelated) == []
+            cache.delete(unrelated)
+            cache.delete(came)
+            # The name is taken after the import.
+            assert (await there.take([child])).snapshot.parent == "snapshots/base"
+            there.world.now += 1
+            unrelated = there.world.save(there.world.run(prompt_of(2_000, seed=2)).nodes[2_000], "base")
+            came = there.find("child")
+            assert cache.abandoned_by(came, 100) == [came]
+            assert cache.descendants(unrelated) == []
+            cache.delete(unrelated)
+            # The very ancestor has come, before or after.
+            await there.take([await here.whole("base")])
+            base = there.find("base")
+            assert cache.descendants(base) == [came]
+            assert cache.abandoned_by(came, 100) == [came, base]
+
+    asyncio.run(story())
