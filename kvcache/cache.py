@@ -303,9 +303,10 @@ class PrefixCache(NamedSnapshots):
             if node is snapshot.node:
                 if not self._places.state_of(snapshot).on_disk:
                     self.rehome(snapshot, node)  # counts it as pinned, and writes it, where the handle is
-            elif self._stock.restorable(node) and not self._stock.restorable(snapshot.node):
-                if not any(is_decoded(here.schedule) for here in node.path()):
-                    self.rehome(snapshot, node)
+                return
+            decoded = any(is_decoded(here.schedule) for here in node.path())
+            if not decoded and self._stock.restorable(node) and not self._stock.restorable(snapshot.node):
+                self.rehome(snapshot, node)
 
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""

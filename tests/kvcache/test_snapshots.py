@@ -39,8 +39,8 @@ class Names:
     def add(self, id: str, *, owner: str = "a", end: int = 10, lineage: str = "", now: float = 0.0, ttl: float = 10.0,
             pinned: bool = False, token: int = 1) -> Snapshot:  # fmt: skip
         snapshot = Snapshot(
-            id=id, owner=owner, node=node_at(end, token), lineage=tuple(lineage.split()), created=now, last_use=now, ttl=ttl,
-            expires=now + ttl, pinned=pinned,
+            id=id, owner=owner, node=node_at(end, token), lineage=tuple(lineage.split()), created=now,
+            last_use=now, ttl=ttl, expires=now + ttl, pinned=pinned,
         )  # fmt: skip
         self.registry.add(snapshot)
         return snapshot
