@@ -64,17 +64,24 @@ class Travel:
 
     def depart(self, snapshot: Snapshot) -> Departure:
         """Pins; pairs with `departed`."""
-        stock, node = self._stock, snapshot.node
-        plan = stock.plan(node.path(), target=node.end, more_follows=True)
-        records: list[RecordId] = list(plan.records) if plan is not None else []
-        position = plan.position if plan is not None else 0
-        logits = RecordId(node.key, RecordKind.LOGITS)
-        if position == node.end and stock.has(logits):
-            records.append(logits)
+        node = snapshot.node
         node.holds += 1
-        stock.store.pin(records)
-        sizes = tuple(stock.store.size(record) or 0 for record in records)
-        return Departure(node=node, position=position, records=tuple(records), sizes=sizes)
+        while True:
+            position, records = self._going(node)
+            self._stock.store.pin(records)
+            sizes = [size for size in map(self._stock.store.size, records) if size is not None]
+            if len(sizes) == len(records):
+                return Departure(node=node, position=position, records=tuple(records), sizes=tuple(sizes))
+            self._stock.store.unpin(records)  # the store evicts on a thread of its own: one went before the pin
+
+    def _going(self, node: Node) -> tuple[int, list[RecordId]]:
+        """How far the state of `node` goes at this moment, and the records that it takes."""
+        plan = self._stock.plan(node.path(), target=node.end, more_follows=True)
+        if plan is None:
+            return 0, []
+        logits = RecordId(node.key, RecordKind.LOGITS)
+        with_logits = plan.position == node.end and self._stock.has(logits)
+        return plan.position, [*plan.records, *([logits] if with_logits else [])]
 
     def departed(self, departure: Departure) -> None:
         """Lets go of what was pinned; once."""
