@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 
 from kvcache.cache import PrefixCache
-from kvcache.errors import CutExport
+from kvcache.errors import CorruptRecord, CutExport
 from kvcache.export import Arrived, ExchangeKey, Exporter, Importer
 from kvcache.manifest import ItemId, Manifest, images_of
 from kvcache.media import MediaTag
@@ -77,7 +77,7 @@ class Exchange:
             return source
         result = await _fetched(cache, source)
         if result.error is not None or len(result.payloads[0]) != packed.items[index].size:
-            if result.failed is not None:
+            if result.failed is not None and isinstance(result.error, CorruptRecord):
                 cache.note_corrupt(source)
             item = str(packed.items[index])
             raise ExportIncomplete(

@@ -6,7 +6,7 @@ The store's thread is the test's own unless it is started, so that what waits fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,12 +75,14 @@ class Instance:
         self.rt.close()
         self.world.store.close()
 
-    def export(self, name: str, owner: str = "a") -> Pieces:
-        return Pieces(self.exchange, ExportCall(name=f"snapshots/{name}", manifest_only=False, held=frozenset()), owner)
+    def export(self, name: str, owner: str = "a") -> AsyncGenerator[ExportPiece, None]:
+        """An export, to be read piece by piece."""
+        call = ExportCall(name=f"snapshots/{name}", manifest_only=False, held=frozenset())
+        return self.exchange.export_snapshot(call, owner)
 
     async def whole(self, name: str, owner: str = "a") -> bytes:
         """An export from its first byte to its last."""
-        async with aclosing(self.export(name, owner).stream) as pieces:
+        async with aclosing(self.export(name, owner)) as pieces:
             return b"".join([piece.data async for piece in pieces])
 
     async def take(self, data: Iterable[bytes] | AsyncIterator[bytes], owner: str = "a", **options: Any) -> Imported:
@@ -102,16 +104,6 @@ class Instance:
         nodes = sum(1 for node in cache._tree if node.followed or (node.holds and id(node) not in named))
         uses = sum(snapshot.uses for snapshot in cache.all_snapshots())
         return nodes, uses, self.world.store.stats().pinned
-
-
-class Pieces:
-    """An export that is read piece by piece."""
-
-    def __init__(self, exchange: Exchange, call: ExportCall, owner: str) -> None:
-        self.stream = exchange.export_snapshot(call, owner)
-
-    async def next(self) -> ExportPiece:
-        return await anext(self.stream)
 
 
 def durable_world(folder: Path, **how: Any) -> DurableWorld:

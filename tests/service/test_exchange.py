@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.receipt import MissReason
+from kvcache.records import RecordId, RecordKind
+from service.errors import ExportIncomplete
 from service.request import Durability
 from tests.kvcache.tiny_worlds import prompt_of
 from tests.service.exchange_rig import Instance, after_a_crash, durable_world, until
@@ -131,5 +134,34 @@ def test_a_lineage_of_elsewhere_means_no_name_here_that_only_has_the_same_id() -
             base = there.find("base")
             assert cache.descendants(base) == [came]
             assert cache.abandoned_by(came, 100) == [came, base]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("evicted", "reason"), [(True, MissReason.EVICTED), (False, MissReason.CORRUPT)], ids=["evicted", "damaged"]
+)
+def test_what_is_lost_while_it_is_exported_is_called_what_it_is(evicted: bool, reason: MissReason) -> None:
+    async def story() -> None:
+        with Instance() as here:
+            saved(here)
+            node, world = here.find("made").node, here.world
+            if not evicted:
+                world.store.trim(memory_bytes=0)
+                world.store.flush(0.0)
+            pieces = here.export("made")
+            await anext(pieces)
+            if evicted:
+                world.lose(node, RecordKind.FULL)
+            else:
+                for data in world.storage.segments.values():
+                    data[:] = bytes(len(data))
+                world.store.start()
+            with pytest.raises(ExportIncomplete):
+                _ = [piece async for piece in pieces]
+            world.cache.sweep()
+            lost = next(each for each in node.path() if world.store.locate(RecordId(each.key, RecordKind.FULL)) is None)
+            assert lost.why_lost(RecordKind.FULL) is reason
+            assert here.left() == NOTHING
 
     asyncio.run(story())
