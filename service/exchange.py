@@ -26,6 +26,7 @@ from service.export_errors import check_fingerprint, translated
 from service.handles import Handles
 from service.incoming import Incoming
 from service.request import ExportCall, SaveOptions
+from service.resolve import check_room
 from service.runtime import Loaded, Runtime
 
 PIECE_BYTES = 256 << 10  # of one message: small enough to be hashed between two tokens of others
@@ -97,6 +98,7 @@ class Exchange:
         with translated():
             found = await asyncio.to_thread(_manifest_of, key, manifest)
         check_fingerprint(found, loaded)
+        check_room(found.end.end, loaded.view, needs=0, at="manifest")
         held: set[ItemId] = await asyncio.to_thread(cache.held_of, owner, found)
         tags = _images_here(loaded, owner, found)
         held |= {item.id for item in found.items if item.kind is NoteKind.MEDIA and item.key in tags}
@@ -129,7 +131,7 @@ class Exchange:
         async for piece in data:
             for part in await asyncio.to_thread(read, piece):
                 if isinstance(part, Manifest):
-                    coming.begin(part)
+                    await coming.begin(part)
                 else:
                     await coming.take(part)
         reader.finish()

@@ -17,6 +17,7 @@ from service.events import Imported
 from service.export_errors import check_fingerprint, incomplete
 from service.handles import Handles
 from service.request import SaveOptions
+from service.resolve import check_room
 from service.runtime import Loaded, Runtime, store_full
 
 
@@ -41,10 +42,11 @@ class Incoming:
         self.refused = False
         self._records = self._bytes = 0
 
-    def begin(self, manifest: Manifest) -> None:
+    async def begin(self, manifest: Manifest) -> None:
         """Refuses what cannot be kept before any state has come."""
         loaded, owner, came = self._loaded, self._owner, manifest.snapshot
         check_fingerprint(manifest, loaded)
+        check_room(manifest.end.end, loaded.view, needs=0, at="data")
         self._options = replace(
             self._options,
             snapshot_id=self._options.snapshot_id or came.id,
@@ -54,13 +56,31 @@ class Incoming:
         )
         self._handles.check_new(owner, [self._options])
         self._handles.check_id(owner, self._options, manifest.end.all_tokens())
-        arrival = self._arrival = loaded.cache.arrive(owner, manifest)
-        self._stack.callback(lambda: loaded.cache.arrived(arrival, forget=self.refused))
+        arrival = self._arrival = await self._arrive(manifest)
         for tag in arrival.images.values():
             uploads = loaded.uploads.hold(owner, (tag,))
             if uploads is not None:
                 self._stack.callback(loaded.uploads.release, uploads)
                 self._images.add(tag)
+
+    async def _arrive(self, manifest: Manifest) -> Arrival:
+        """Beside the event loop: a context's blocks are hashed, and an owner's first key is written to disk."""
+        cache = self._loaded.cache
+        arriving = asyncio.ensure_future(asyncio.to_thread(cache.arrive, self._owner, manifest))
+
+        def left(done: asyncio.Future[Arrival]) -> None:
+            if done.exception() is None:
+                cache.arrived(done.result(), forget=self.refused)
+
+        try:
+            arrival = await asyncio.shield(arriving)
+        except asyncio.CancelledError:
+            arriving.add_done_callback(left)  # the thread cannot be stopped: what it makes is let go of then
+            raise
+        except OSError as error:
+            raise store_full(f"the owner's key could not be written ({error.strerror})") from error
+        self._stack.callback(lambda: cache.arrived(arrival, forget=self.refused))
+        return arrival
 
     async def take(self, part: Arrived) -> None:
         """Waits, not for long, while the store has no room."""

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from kvcache.export import ExchangeKey
+from kvcache.keys import KeyRing
 from kvcache.snapshots import Snapshot
 from service.config import Config
 from service.engine.fake import FakeEngine
@@ -106,8 +107,8 @@ class Instance:
         return nodes, uses, self.world.store.stats().pinned
 
 
-def durable_world(folder: Path, **how: Any) -> DurableWorld:
-    return DurableWorld(LAYOUTS["all"], CrashStorage(), ring_at(folder / "keys"), **how)
+def durable_world(folder: Path, ring: KeyRing | None = None) -> DurableWorld:
+    return DurableWorld(LAYOUTS["all"], CrashStorage(), ring or ring_at(folder / "keys"))
 
 
 def after_a_crash(world: DurableWorld, folder: Path) -> DurableWorld:

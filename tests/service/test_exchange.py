@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvcache.keys import KeyRing
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
-from service.errors import ExportIncomplete
+from service.errors import ExportIncomplete, InvalidField, StoreFull
 from service.request import Durability
+from tests.kvcache.durable_worlds import MASTER, STORE_ID
 from tests.kvcache.tiny_worlds import prompt_of
 from tests.service.exchange_rig import Instance, after_a_crash, durable_world, until
 
@@ -163,5 +167,68 @@ def test_what_is_lost_while_it_is_exported_is_called_what_it_is(evicted: bool, r
             lost = next(each for each in node.path() if world.store.locate(RecordId(each.key, RecordKind.FULL)) is None)
             assert lost.why_lost(RecordKind.FULL) is reason
             assert here.left() == NOTHING
+
+    asyncio.run(story())
+
+
+def test_what_is_longer_than_the_context_is_refused_before_it_is_looked_at() -> None:
+    async def story() -> None:
+        with Instance() as here, Instance(context_tokens=699) as there:
+            saved(here)
+            data = await here.whole("made")
+            for call in (there.take([data]), there.exchange.check_import(data, "a")):
+                with pytest.raises(InvalidField) as refused:
+                    await call
+                assert refused.value.reason == "CONTEXT_OVERFLOW"
+                assert refused.value.metadata == {"promptTokens": "700", "contextTokens": "699"}
+            assert there.world.tree == {} and there.left() == NOTHING
+        with Instance(context_tokens=700) as there:
+            assert (await there.take([data])).snapshot.token_count == 700
+
+    asyncio.run(story())
+
+
+def test_an_owner_whose_first_key_cannot_be_written_is_told_that_the_store_takes_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        with Instance() as here, Instance(durable_world(tmp_path)) as there:
+            saved(here)
+            data = await here.whole("made")
+            shutil.rmtree(tmp_path / "keys")
+            with pytest.raises(StoreFull) as refused:
+                await there.take([data])
+            assert "key could not be written" in refused.value.text
+            assert there.world.tree == {} and there.left() == NOTHING
+
+    asyncio.run(story())
+
+
+class SlowRing(KeyRing):
+    """Writes an owner's first key when it is let."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, STORE_ID, MASTER)
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def id_of(self, owner: str) -> int:
+        self.asked.set()
+        assert self.let.wait(5.0), "whoever lets it was held up"
+        return super().id_of(owner)
+
+
+def test_a_key_that_is_written_slowly_holds_up_nobody_and_nothing_stays_of_a_caller_that_left(tmp_path: Path) -> None:
+    async def story() -> None:
+        ring = SlowRing(tmp_path / "keys")
+        with Instance() as here, Instance(durable_world(tmp_path, ring)) as there:
+            saved(here)
+            task = asyncio.ensure_future(there.take([await here.whole("made")]))
+            await until(ring.asked.is_set, "the key to be asked for")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            ring.let.set()
+            await asyncio.get_running_loop().shutdown_default_executor()  # the thread has arrived
+            assert ring.owners() == ["a"]
+            await until(lambda: there.world.tree == {}, "the arrival to be let go of")
+            assert there.left() == NOTHING and there.names == []
 
     asyncio.run(story())
