@@ -125,15 +125,17 @@ class Exchange:
 
     @staticmethod
     async def _receive(reader: Importer, data: AsyncIterator[bytes], coming: Incoming) -> None:
-        def read(piece: bytes) -> list[Manifest | Arrived]:
-            return list(reader.feed(piece))
-
-        async for piece in data:
-            for part in await asyncio.to_thread(read, piece):
+        """Lets go of each record, and of each message, before it waits for the next."""
+        async for message in data:
+            parts = _parts_of(reader, message)
+            del message
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
                 if isinstance(part, Manifest):
                     await coming.begin(part)
                 else:
                     await coming.take(part)
+                del part
+            del parts
         reader.finish()
 
     # Both
@@ -218,6 +220,13 @@ def _gathered(parts: Iterator[Buffer]) -> bytes:
 def _pieces(data: bytes) -> Iterator[bytes]:
     for at in range(0, len(data), PIECE_BYTES):
         yield data[at : at + PIECE_BYTES]
+
+
+def _parts_of(reader: Importer, message: bytes) -> Iterator[Manifest | Arrived]:
+    """What a message completes, one at a time: it may have many records in it."""
+    view = memoryview(message)
+    for at in range(0, len(view), PIECE_BYTES):
+        yield from reader.feed(view[at : at + PIECE_BYTES])
 
 
 def _manifest_of(key: ExchangeKey, data: bytes) -> Manifest:

@@ -31,6 +31,7 @@ class Coming:
         """The messages behind it, until the caller has sent all of them."""
         while (message := await self._next()) is not grpc.aio.EOF:
             yield message
+            del message  # not kept while the next one is waited for
 
     async def _next(self) -> Any:
         try:

@@ -108,11 +108,16 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
         coming = Coming(context, patience=self._patience)
         first = await coming.first()
         options = mapping_exchange.read_options(first, self._limits)
+        begin = [first.data]
+        del first  # as long as the import takes, no message of it is kept
 
         async def data() -> AsyncGenerator[bytes, None]:
-            yield first.data
-            async for message in coming.others():
-                yield mapping_exchange.read_data(message)
+            yield begin.pop()
+            async with aclosing(coming.others()) as others:
+                async for message in others:
+                    piece = [mapping_exchange.read_data(message)]
+                    del message
+                    yield piece.pop()
 
         async with aclosing(data()) as pieces:
             imported = await self._core.import_snapshot(options, pieces, caller_of(context))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import threading
+import weakref
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from kvcache.export import Arrived
 from kvcache.keys import KeyRing
+from kvcache.manifest import Item
 from kvcache.receipt import MissReason
-from kvcache.records import RecordId, RecordKind
+from kvcache.records import Buffer, PutResult, RecordId, RecordKind
+from kvcache.travel import Arrival
 from service.errors import ExportIncomplete, InvalidField, StoreFull
 from service.request import Durability
 from tests.kvcache.durable_worlds import MASTER, STORE_ID
-from tests.kvcache.tiny_worlds import prompt_of
+from tests.kvcache.tiny_worlds import LAYOUTS, World, prompt_of
 from tests.service.exchange_rig import Instance, after_a_crash, durable_world, until
 
 NOTHING = (0, 0, 0)
@@ -230,5 +236,40 @@ def test_a_key_that_is_written_slowly_holds_up_nobody_and_nothing_stays_of_a_cal
             assert ring.owners() == ["a"]
             await until(lambda: there.world.tree == {}, "the arrival to be let go of")
             assert there.left() == NOTHING and there.names == []
+
+    asyncio.run(story())
+
+
+class Message(bytearray):
+    """Can be watched."""
+
+
+def test_a_message_with_many_records_is_taken_one_record_at_a_time_and_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        worlds = [World(LAYOUTS["full"], memory=50_000_000, queue=20_000_000) for _ in range(2)]
+        with Instance(worlds[0]) as here, Instance(worlds[1]) as there:
+            saved(here, 2_048)
+            data = await here.whole("made")
+            cache, take = there.world.cache, there.world.cache.take
+            alive: list[int] = []
+
+            def counted(arrival: Arrival, item: Item, payload: Buffer, *, patient: bool) -> PutResult:
+                alive.append(sum(isinstance(each, Arrived) for each in gc.get_objects()))
+                return take(arrival, item, payload, patient=patient)
+
+            monkeypatch.setattr(cache, "take", counted)
+            messages = [Message(data)]
+            watched = weakref.ref(messages[0])
+
+            async def sent() -> AsyncIterator[bytes]:
+                yield messages.pop()
+                gc.collect()
+                assert watched() is None, "the first message, while the next is waited for"
+
+            taken = await there.take(sent())
+            assert taken.received_records == 9 and alive == [1] * 9
+            assert there.world.run(prompt_of(2_048)).receipt == (2_048, 0, 0)
 
     asyncio.run(story())
