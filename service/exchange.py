@@ -30,8 +30,8 @@ from service.resolve import check_room
 from service.runtime import Loaded, Runtime
 
 PIECE_BYTES = 256 << 10  # of one message: small enough to be hashed between two tokens of others
-MOST_OF_OWNER = 4  # exports and imports at a time
-MOST = 16  # of all owners: each may hold one record of state
+MOST_OF_OWNER = 4  # exports, imports and checks at a time
+MOST = 16  # of all owners: each may hold one record of state, or a manifest
 
 
 class Exchange:
@@ -95,19 +95,20 @@ class Exchange:
         key = self._need_key()
         loaded, _ = self._rt.need_model("", names_snapshot=False)
         cache = loaded.cache
-        with translated():
-            found = await asyncio.to_thread(_manifest_of, key, manifest)
-        check_fingerprint(found, loaded)
-        check_room(found.end.end, loaded.view, needs=0, at="manifest")
-        held: set[ItemId] = await asyncio.to_thread(cache.held_of, owner, found)
-        tags = _images_here(loaded, owner, found)
-        held |= {item.id for item in found.items if item.kind is NoteKind.MEDIA and item.key in tags}
-        missing = [item for item in found.items if item.id not in held]
-        return ImportCheck(
-            held=tuple(item.id for item in found.items if item.id in held),
-            missing_records=len(missing),
-            missing_bytes=sum(item.size for item in missing),
-        )
+        with self._place(owner):
+            with translated():
+                found = await asyncio.to_thread(_manifest_of, key, manifest)
+            check_fingerprint(found, loaded)
+            check_room(found.end.end, loaded.view, needs=0, at="manifest")
+            held: set[ItemId] = await asyncio.to_thread(cache.held_of, owner, found)
+            tags = _images_here(loaded, owner, found)
+            held |= {item.id for item in found.items if item.kind is NoteKind.MEDIA and item.key in tags}
+            missing = [item for item in found.items if item.id not in held]
+            return ImportCheck(
+                held=tuple(item.id for item in found.items if item.id in held),
+                missing_records=len(missing),
+                missing_bytes=sum(item.size for item in missing),
+            )
 
     async def import_snapshot(self, options: SaveOptions, data: AsyncIterator[bytes], owner: str) -> Imported:
         """Takes a snapshot in. Raises what is wrong with it; of one that is refused nothing stays."""
@@ -157,7 +158,7 @@ class Exchange:
         ):
             if have >= most:
                 raise ExchangeQuota(
-                    f"{most} exports and imports {whose}are under way, and no more may be",
+                    f"{most} exports, imports and checks {whose}are under way, and no more may be",
                     hint="wait for some of them to end",
                     metadata={"limit": str(most)},
                 )

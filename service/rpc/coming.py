@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 import grpc.aio
@@ -15,10 +15,14 @@ from service.rpc.interceptor import UNREADABLE
 class Coming:
     """Reads one call's messages, one at a time: what is not read yet holds the sender back."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], *, patience: float) -> None:
-        """`patience`: seconds that a message may take to arrive."""
+    def __init__(
+        self, context: grpc.aio.ServicerContext[Any, Any], *, patience: float, brings: Callable[[Any], bool]
+    ) -> None:
+        """`patience`: seconds to wait, all in all, until a message comes that `brings` something."""
         self._context = context
         self._patience = patience
+        self._brings = brings
+        self._left = patience  # of it, for those that bring nothing go on waiting
 
     async def first(self) -> Any:
         """The first message. InvalidField if there is none."""
@@ -34,12 +38,16 @@ class Coming:
             del message  # not kept while the next one is waited for
 
     async def _next(self) -> Any:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._left):
                 message = await cast(Any, self._context).read()
         except TimeoutError:
-            text = f"the next message did not arrive within {self._patience:g} s"
+            text = f"the next message with anything in it did not arrive within {self._patience:g} s"
             raise SlowSender(text, hint="send it faster, or in smaller messages") from None
         if message is UNREADABLE:
             raise InvalidField("the request cannot be parsed as this method's message")
+        if message is not grpc.aio.EOF:
+            self._left = self._patience if self._brings(message) else max(0.0, self._left - (clock() - begun))
         return message

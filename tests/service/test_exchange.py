@@ -18,7 +18,7 @@ from kvcache.manifest import Item
 from kvcache.receipt import MissReason
 from kvcache.records import Buffer, PutResult, RecordId, RecordKind
 from kvcache.travel import Arrival
-from service.errors import ExportIncomplete, InvalidField, StoreFull
+from service.errors import ExchangeQuota, ExportIncomplete, InvalidField, StoreFull
 from service.request import Durability
 from tests.kvcache.durable_worlds import MASTER, STORE_ID
 from tests.kvcache.tiny_worlds import LAYOUTS, World, prompt_of
@@ -271,5 +271,42 @@ def test_a_message_with_many_records_is_taken_one_record_at_a_time_and_let_go_of
             taken = await there.take(sent())
             assert taken.received_records == 9 and alive == [1] * 9
             assert there.world.run(prompt_of(2_048)).receipt == (2_048, 0, 0)
+
+    asyncio.run(story())
+
+
+def test_places_are_bounded_for_each_owner_and_for_all_and_a_check_takes_one_too() -> None:
+    async def story() -> None:
+        with Instance() as here, Instance() as there:
+            saved(here)
+            data = await here.whole("made")
+            go_on = asyncio.Event()
+            inside: list[str] = []
+
+            async def waits(owner: str) -> AsyncIterator[bytes]:
+                inside.append(owner)
+                yield data[:100]
+                await go_on.wait()
+                yield data[100:]
+
+            async def refused(owner: str, limit: int) -> None:
+                for call in (there.take([data], owner), there.exchange.check_import(data, owner)):
+                    with pytest.raises(ExchangeQuota) as error:
+                        await call
+                    assert error.value.metadata == {"limit": str(limit)}
+
+            calls = [asyncio.ensure_future(there.take(waits("a"), "a")) for _ in range(4)]
+            await until(lambda: len(inside) == 4, "the calls of the first owner")
+            await refused("a", 4)
+            assert (await there.exchange.check_import(data, "b")).missing_records == 7
+            calls += [asyncio.ensure_future(there.take(waits(owner), owner)) for owner in "bcd" for _ in range(4)]
+            await until(lambda: len(inside) == 16, "the calls of all owners")
+            await refused("e", 16)
+            go_on.set()
+            taken = await asyncio.gather(*calls)
+            assert sorted(inside) == sorted("abcd" * 4)
+            assert sum(one.received_records for one in taken) == 4 * 7 and there.names == ["made"] * 4
+            assert (await there.take([data], "e")).held_records == 0
+            assert there.left() == NOTHING
 
     asyncio.run(story())
