@@ -14,8 +14,11 @@ from kvcache.media import MediaTag
 from kvcache.records import Buffer, NoteKind, PutResult
 from kvcache.travel import Arrival
 from service.events import Imported
-from service.export_errors import check_fingerprint, incomplete
+from service.export_errors import check_fingerprint, check_images, image_refused, incomplete
 from service.handles import Handles
+from service.images.decode import judge
+from service.images.uploads import digest_of
+from service.media import ImageRefused
 from service.request import SaveOptions
 from service.resolve import check_room
 from service.runtime import Loaded, Runtime, store_full
@@ -37,6 +40,7 @@ class Incoming:
         self._options = options
         self._owner = owner
         self._stack = stack
+        self._intake = rt.images(loaded, owner, stack).intake
         self._arrival: Arrival | None = None
         self._images: set[MediaTag] = set()  # that are held
         self.refused = False
@@ -47,6 +51,7 @@ class Incoming:
         loaded, owner, came = self._loaded, self._owner, manifest.snapshot
         check_fingerprint(manifest, loaded)
         check_room(manifest.end.end, loaded.view, needs=0, at="data")
+        check_images(manifest, self._intake.limits)
         self._options = replace(
             self._options,
             snapshot_id=self._options.snapshot_id or came.id,
@@ -87,7 +92,7 @@ class Incoming:
         assert self._arrival is not None
         item = self._arrival.manifest.items[part.index]
         if item.kind is NoteKind.MEDIA:
-            self._take_image(item, part.payload)
+            await self._take_image(item, part.payload)
             return
         cache, loop = self._loaded.cache, asyncio.get_running_loop()
         until = loop.time() + self._rt.config.snapshot_wait
@@ -102,11 +107,21 @@ class Incoming:
                 raise store_full(result.name)
             await _until_written(cache, left)
 
-    def _take_image(self, item: Item, file: Buffer) -> None:
+    async def _take_image(self, item: Item, payload: Buffer) -> None:
         assert self._arrival is not None
         tag = self._arrival.images.get(item.key)
         if tag is not None and tag not in self._images:
-            upload = self._loaded.uploads.receive(self._owner, tag, bytes(file))
+
+            def looked_at() -> tuple[bytes, bytes]:
+                file = bytes(payload)
+                judge(file, "", self._intake.limits)
+                return digest_of(file), file
+
+            try:
+                digest, file = await self._intake.on_thread(looked_at)
+            except ImageRefused as refused:
+                raise image_refused(item, refused) from None
+            upload = self._loaded.uploads.receive(self._owner, tag, digest, file)
             self._stack.callback(lambda: self._loaded.uploads.release((upload,), forget=self.refused))
             self._images.add(tag)
             self._count(item)

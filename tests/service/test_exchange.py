@@ -15,11 +15,15 @@ import pytest
 from kvcache.export import Arrived
 from kvcache.keys import KeyRing
 from kvcache.manifest import Item
+from kvcache.media import MediaKey, symbols, tag_for
 from kvcache.receipt import MissReason
 from kvcache.records import Buffer, PutResult, RecordId, RecordKind
 from kvcache.travel import Arrival
+from service.config import Config
 from service.errors import ExchangeQuota, ExportIncomplete, InvalidField, StoreFull
+from service.images.uploads import digest_of
 from service.request import Durability
+from tests.images.pictures import png
 from tests.kvcache.durable_worlds import MASTER, STORE_ID
 from tests.kvcache.tiny_worlds import LAYOUTS, World, prompt_of
 from tests.service.exchange_rig import Instance, after_a_crash, durable_world, until
@@ -308,5 +312,46 @@ def test_places_are_bounded_for_each_owner_and_for_all_and_a_check_takes_one_too
             assert sum(one.received_records for one in taken) == 4 * 7 and there.names == ["made"] * 4
             assert (await there.take([data], "e")).held_records == 0
             assert there.left() == NOTHING
+
+    asyncio.run(story())
+
+
+PICTURE = png(3)  # 160 × 128
+
+
+@pytest.mark.parametrize(
+    ("file", "limits", "reason"),
+    [
+        (PICTURE, {}, ""),
+        (PICTURE, {"max_image_bytes": len(PICTURE)}, ""),
+        (PICTURE, {"max_image_bytes": len(PICTURE) - 1}, "IMAGE_TOO_LARGE"),
+        (PICTURE, {"max_image_pixels": 160 * 128}, ""),
+        (PICTURE, {"max_image_pixels": 160 * 128 - 1}, "IMAGE_TOO_LARGE"),
+        (PICTURE[: len(PICTURE) // 2], {}, "IMAGE_INVALID"),
+        (b"no picture at all", {}, "IMAGE_INVALID"),
+    ],
+    ids=["taken", "as many bytes", "more bytes", "as many pixels", "more pixels", "cut off", "no picture"],
+)
+def test_images_that_come_pass_the_limits_of_this_server(file: bytes, limits: dict[str, int], reason: str) -> None:
+    async def story() -> None:
+        key = MediaKey(bytes(32))
+        tag, digest = tag_for(key, 20), digest_of(file)
+        with Instance() as here, Instance(config=Config(**limits)) as there:
+            here.uploads.receive("a", tag, digest, file)
+            world = here.world
+            tokens = [*prompt_of(300), *symbols(key, 20), *prompt_of(50, seed=2)]
+            world.save(world.run(tokens).nodes[370], "made")
+            data = await here.whole("made")
+            if not reason:
+                assert (await there.take([data])).held_records == 0
+                assert there.uploads.file_of("a", tag) == file
+                upload = there.uploads.find("a", digest)
+                assert upload is not None and upload.digests == {digest} and upload.holds == 1
+                return
+            with pytest.raises(InvalidField) as refused:
+                await there.take([data])
+            assert refused.value.reason == reason and refused.value.text.startswith("data: image ")
+            assert there.uploads.total_bytes == len(there.uploads) == 0
+            assert there.world.tree == {} and there.left() == NOTHING
 
     asyncio.run(story())
