@@ -39,6 +39,7 @@ from kvcache.tree import Node
 
 SHARED = "*"  # whose prefixes those of all are, where owners share them; no owner has this name
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
+_MARKED = re.compile(r"(s[0-9a-v]{26})-m([0-9]{1,10})")  # an id with an opening, see `new_snapshot_id`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,5 +464,11 @@ def new_snapshot_id(*, opening: int | None = None) -> str:
 
 def opening_of(snapshot_id: str) -> int | None:
     """The opening that `new_snapshot_id` was given, if any."""
-    match = re.fullmatch(r"s[0-9a-v]{26}-m([0-9]{1,10})", snapshot_id)
-    return int(match[1]) if match else None
+    match = _MARKED.fullmatch(snapshot_id)
+    return int(match[2]) if match else None
+
+
+def without_opening(snapshot_id: str) -> str:
+    """The id without an opening that is another store's: it tells nothing here."""
+    match = _MARKED.fullmatch(snapshot_id)
+    return match[1] if match else snapshot_id

@@ -11,6 +11,7 @@ from kvcache.cache import PrefixCache
 from kvcache.export import Arrived
 from kvcache.manifest import Item, Manifest
 from kvcache.media import MediaTag
+from kvcache.names import without_opening
 from kvcache.records import Buffer, NoteKind, PutResult
 from kvcache.travel import Arrival
 from service.events import Imported
@@ -54,10 +55,10 @@ class Incoming:
         check_images(manifest, self._intake.limits)
         self._options = replace(
             self._options,
-            snapshot_id=self._options.snapshot_id or came.id,
+            snapshot_id=self._options.snapshot_id or without_opening(came.id),
             ttl=self._options.ttl if self._options.ttl is not None else min(came.ttl, self._rt.config.max_ttl),
             labels=self._options.labels or tuple(sorted(came.labels.items())),
-            lineage=came.lineage,
+            lineage=tuple(map(without_opening, came.lineage)),
         )
         self._handles.check_new(owner, [self._options])
         self._handles.check_id(owner, self._options, manifest.end.all_tokens())

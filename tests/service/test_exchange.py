@@ -16,8 +16,10 @@ from kvcache.export import Arrived
 from kvcache.keys import KeyRing
 from kvcache.manifest import Item
 from kvcache.media import MediaKey, symbols, tag_for
+from kvcache.names import new_snapshot_id
 from kvcache.receipt import MissReason
 from kvcache.records import Buffer, PutResult, RecordId, RecordKind
+from kvcache.snapshots import TOMBSTONE_SECONDS, NotDurableSnapshot, UnknownSnapshot
 from kvcache.travel import Arrival
 from service.config import Config
 from service.errors import ExchangeQuota, ExportIncomplete, InvalidField, StoreFull
@@ -353,5 +355,34 @@ def test_images_that_come_pass_the_limits_of_this_server(file: bytes, limits: di
             assert refused.value.reason == reason and refused.value.text.startswith("data: image ")
             assert there.uploads.total_bytes == len(there.uploads) == 0
             assert there.world.tree == {} and there.left() == NOTHING
+
+    asyncio.run(story())
+
+
+def test_an_id_does_not_bring_the_opening_of_another_store_along(tmp_path: Path) -> None:
+    async def story() -> None:
+        world = durable_world(tmp_path)
+        with Instance() as here, Instance(world) as there:
+            parent, child = new_snapshot_id(opening=1), new_snapshot_id(opening=1)
+            first, second = parent.removesuffix("-m1"), child.removesuffix("-m1")
+            assert len(first) == len(second) == 27
+            saved(here, 300, name=parent)
+            here.world.save(here.world.run(prompt_of(700)).nodes[700], child, parent=here.find(parent))
+            world.store.start()
+            for name in (parent, child):
+                await there.take([await here.whole(name)], durability=Durability.DISK)
+            again = await there.take([await here.whole(child)])
+            assert (again.snapshot.name, again.snapshot.parent) == (f"snapshots/{second}", f"snapshots/{first}")
+            assert there.names == sorted([first, second])
+            ours = new_snapshot_id(opening=1)  # not durable, and this store's own
+            later = after_a_crash(world, tmp_path)  # the next opening
+            assert later.restored(second) == 700
+            later.cache.delete(later.cache.snapshot("a", second))
+            later.now += TOMBSTONE_SECONDS
+            with pytest.raises(UnknownSnapshot) as unknown:
+                later.cache.snapshot("a", second)
+            assert not isinstance(unknown.value, NotDurableSnapshot)
+            with pytest.raises(NotDurableSnapshot):
+                later.cache.snapshot("a", ours)
 
     asyncio.run(story())
