@@ -29,7 +29,7 @@ from service.rpc.status import status_of
 log = logging.getLogger(__name__)
 
 OPEN = "/grpc.health.v1.Health/"
-NOBODY = Caller("")  # asks for health; no owner has this name
+PROBE = Caller("")  # asks for health; no owner has this name
 OPEN_SECONDS = 10.0  # for a message that has a name in it
 OPEN_WAITING = 16  # calls without a caller whose message is on its way; the one that waits longest makes room
 TELL_EVERY = 10.0  # seconds between log lines about callers that were not let in
@@ -63,7 +63,7 @@ class Door(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """Wraps the handler that `continuation` finds, or refuses without looking for one."""
         if handler_call_details.method.startswith(OPEN):
-            caller: Caller | None = NOBODY
+            caller: Caller | None = PROBE
         else:
             try:
                 caller = self._authenticator.by_metadata(handler_call_details.invocation_metadata or ())
@@ -87,7 +87,7 @@ class Door(grpc.aio.ServerInterceptor):
         async def serve(messages: AsyncIterator[Any], context: Context) -> None:
             try:
                 caller = known or self._authenticator.by_certificate(context.auth_context())
-                if self._calls[caller.owner] >= self._max_calls and caller is not NOBODY:
+                if self._calls[caller.owner] >= self._max_calls and caller is not PROBE:
                     raise CallQuota(
                         f"{self._max_calls} calls of {caller.owner} are under way, and no more may be",
                         hint="wait for some of them to end",
@@ -127,7 +127,7 @@ class Door(grpc.aio.ServerInterceptor):
             await context.write(await cast(Any, handler.unary_unary)(request, context))
 
     async def _request(self, context: Context, caller: Caller) -> Any:
-        stranger = caller is NOBODY
+        stranger = caller is PROBE
         task = asyncio.current_task()
         assert task is not None
         place = id(task)

@@ -145,6 +145,16 @@ def test_only_what_is_missing_travels() -> None:
     assert taken == [] and list(again.node.all_tokens()) == longer
 
 
+def test_asking_what_is_held_changes_nothing() -> None:
+    here, there = World(LAYOUTS["all"]), World(LAYOUTS["all"])
+    data = exported(here, here.save(here.run(prompt_of(300)).nodes[300], "original"))
+    there.run(prompt_of(300))
+    before = (there.tree, list(there.cache._tree._roots), sorted(there.store.held()))
+    assert len(there.cache.held_of("a", manifest_of(data))) == 6
+    assert there.cache.held_of("b", manifest_of(data)) == set()
+    assert (there.tree, list(there.cache._tree._roots), sorted(there.store.held())) == before
+
+
 def test_a_cut_block_takes_along_what_it_reads_from() -> None:
     here, there = World(LAYOUTS["full"]), World(LAYOUTS["full"])
     tokens = prompt_of(512)
