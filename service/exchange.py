@@ -20,6 +20,7 @@ from kvcache.media import MediaTag
 from kvcache.records import Buffer, FetchResult, NoteKind, RecordId
 from kvcache.snapshots import Snapshot
 from kvcache.travel import Departure, Packed, pack
+from service.answers import answered
 from service.errors import CallError, ExchangeQuota, ExportIncomplete, ImageNotHeld, SlowSender, Unsupported
 from service.events import ExportPiece, ExportView, ImportCheck, Imported
 from service.export_errors import check_fingerprint, translated
@@ -76,7 +77,7 @@ class Exchange:
         source = packed.sources[index]
         if not isinstance(source, RecordId):
             return source
-        result = await _fetched(cache, source)
+        result: FetchResult = await answered(lambda done: cache.store.fetch((source,), done))
         if result.error is not None or len(result.payloads[0]) != packed.items[index].size:
             if result.failed is not None and isinstance(result.error, CorruptRecord):
                 cache.note_corrupt(source)
@@ -235,18 +236,3 @@ def _manifest_of(key: ExchangeKey, data: bytes) -> Manifest:
         assert isinstance(part, Manifest), "it comes first"
         return part
     raise CutExport("the manifest")
-
-
-async def _fetched(cache: PrefixCache, record: RecordId) -> FetchResult:
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[FetchResult] = loop.create_future()
-
-    def arrived(result: FetchResult) -> None:
-        if not answer.done():
-            answer.set_result(result)
-
-    def from_there(result: FetchResult) -> None:
-        loop.call_soon_threadsafe(arrived, result)
-
-    cache.store.fetch((record,), from_there)
-    return await answer

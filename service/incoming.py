@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from kvcache.media import MediaTag
 from kvcache.names import without_opening
 from kvcache.records import Buffer, NoteKind, PutResult
 from kvcache.travel import Arrival
+from service.answers import answered
 from service.events import Imported
 from service.export_errors import check_fingerprint, check_images, image_refused, incomplete
 from service.handles import Handles
@@ -151,12 +153,10 @@ class Incoming:
 
 async def _until_written(cache: PrefixCache, seconds: float) -> None:
     """Until the store has written something, or time is up."""
-    loop, written = asyncio.get_running_loop(), asyncio.Event()
 
-    def from_there() -> None:
-        loop.call_soon_threadsafe(written.set)
+    def order(written: Callable[[None], None]) -> None:
+        cache.store.when_written(lambda: written(None))
 
-    cache.store.when_written(from_there)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await written.wait()
+            await answered(order)

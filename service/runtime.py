@@ -21,6 +21,7 @@ from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
 from service import facts
+from service.answers import answered
 from service.config import Config
 from service.engine import Engine
 from service.errors import (
@@ -358,30 +359,14 @@ class Runtime:
         assert self.loaded is not None
         cache = self.loaded.cache
         if options.durability is Durability.DISK and not cache.state_of(snapshot).on_disk:
-            error = await self._written(lambda done: cache.make_durable(snapshot, done))
+            error: StoreError | None = await answered(lambda done: cache.make_durable(snapshot, done))
             if error is not None:
                 raise store_full(str(error))
 
     async def written(self) -> None:
         """Waits until what was changed so far is on disk, where that is promised; what fails is tried again."""
         if self.loaded is not None and self.loaded.cache.store.durable:
-            await self._written(self.loaded.cache.settle)
-
-    @staticmethod
-    async def _written(order: Callable[[Callable[[StoreError | None], None]], None]) -> StoreError | None:
-        """Gives an order to the store's thread and waits for its answer."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[StoreError | None] = loop.create_future()
-
-        def arrived(error: StoreError | None) -> None:
-            if not answer.done():
-                answer.set_result(error)
-
-        def from_there(error: StoreError | None) -> None:
-            loop.call_soon_threadsafe(arrived, error)
-
-        order(from_there)
-        return await answer
+            await answered(self.loaded.cache.settle)
 
     def rehome(self, parent: Snapshot | None, event: NodeAt) -> None:
         assert self.loaded is not None
