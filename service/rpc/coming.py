@@ -12,6 +12,25 @@ from service.errors import InvalidField, SlowSender
 from service.rpc.interceptor import UNREADABLE
 
 
+async def read_within(context: grpc.aio.ServicerContext[Any, Any], seconds: float, late: SlowSender) -> Any:
+    """One message, or EOF; raises `late` if none has come in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await cast(Any, context).read()
+    except TimeoutError:
+        raise late from None
+
+
+def no_request() -> InvalidField:
+    """For a call that has sent nothing."""
+    return InvalidField("the call ended without a request")
+
+
+def unreadable() -> InvalidField:
+    """For bytes that are no message."""
+    return InvalidField("the request cannot be parsed as this method's message")
+
+
 class Coming:
     """Reads one call's messages, one at a time: what is not read yet holds the sender back."""
 
@@ -28,7 +47,7 @@ class Coming:
         """The first message. InvalidField if there is none."""
         message = await self._next()
         if message is grpc.aio.EOF:
-            raise InvalidField("the call ended without a request")
+            raise no_request()
         return message
 
     async def others(self) -> AsyncGenerator[Any, None]:
@@ -40,14 +59,11 @@ class Coming:
     async def _next(self) -> Any:
         clock = asyncio.get_running_loop().time
         begun = clock()
-        try:
-            async with asyncio.timeout(self._left):
-                message = await cast(Any, self._context).read()
-        except TimeoutError:
-            text = f"the next message with anything in it did not arrive within {self._patience:g} s"
-            raise SlowSender(text, hint="send it faster, or in smaller messages") from None
+        text = f"the next message with anything in it did not arrive within {self._patience:g} s"
+        late = SlowSender(text, hint="send it faster, or in smaller messages")
+        message = await read_within(self._context, self._left, late)
         if message is UNREADABLE:
-            raise InvalidField("the request cannot be parsed as this method's message")
+            raise unreadable()
         if message is not grpc.aio.EOF:
             self._left = self._patience if self._brings(message) else max(0.0, self._left - (clock() - begun))
         return message

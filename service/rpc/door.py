@@ -21,8 +21,9 @@ import grpc.aio
 
 from service.auth.authenticator import Authenticator
 from service.auth.callers import Caller
-from service.errors import CallError, CallQuota, InvalidField, SlowSender, Unauthenticated
+from service.errors import CallError, CallQuota, SlowSender, Unauthenticated
 from service.rpc.caller import CALLER
+from service.rpc.coming import no_request, read_within, unreadable
 from service.rpc.interceptor import UNREADABLE, leave, tolerant
 from service.rpc.status import status_of
 
@@ -135,12 +136,11 @@ class Door(grpc.aio.ServerInterceptor):
             self._make_room()
             self._waiting[place] = task
         patience = OPEN_SECONDS if stranger else self._patience
+        late = SlowSender(
+            f"the request did not arrive within {patience:g} s", hint="send it faster, or in smaller calls"
+        )
         try:
-            async with asyncio.timeout(patience):
-                request = await cast(Any, context).read()
-        except TimeoutError:
-            text = f"the request did not arrive within {patience:g} s"
-            raise SlowSender(text, hint="send it faster, or in smaller calls") from None
+            request = await read_within(context, patience, late)
         except asyncio.CancelledError:
             if stranger and place not in self._waiting:  # whoever cancelled it has taken it out
                 task.uncancel()
@@ -149,9 +149,9 @@ class Door(grpc.aio.ServerInterceptor):
         finally:
             self._waiting.pop(place, None)
         if request is grpc.aio.EOF:
-            raise InvalidField("the call ended without a request")
+            raise no_request()
         if request is UNREADABLE and stranger:
-            raise InvalidField("the request cannot be parsed as this method's message")
+            raise unreadable()
         return request
 
     def _make_room(self) -> None:
