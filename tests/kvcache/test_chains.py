@@ -33,7 +33,7 @@ def build(tree: BlockTree, key: BlockKey, *without: BlockKey) -> Node | None:
     return build_chain(tree, key, notes, (ROOT,), dict.fromkeys(notes, 7))
 
 
-@pytest.mark.parametrize("key", [PIECE, PIECE_OF_A_PIECE])
+@pytest.mark.parametrize("key", [PIECE, PIECE_OF_A_PIECE], ids=["piece", "piece of a piece"])
 def test_a_piece_comes_with_the_block_that_it_reads_from_and_no_other(key: BlockKey) -> None:
     tree = BlockTree()
     made = build(tree, key)
@@ -43,7 +43,7 @@ def test_a_piece_comes_with_the_block_that_it_reads_from_and_no_other(key: Block
     assert list(made.all_tokens()) == list(NOTES[key].tokens)
 
 
-@pytest.mark.parametrize("gone", [WHOLE, PIECE])
+@pytest.mark.parametrize("gone", [WHOLE, PIECE], ids=["block", "piece between"])
 def test_what_a_piece_reads_from_is_there_or_nothing_is(gone: BlockKey) -> None:
     tree = BlockTree()
     assert build(tree, PIECE_OF_A_PIECE, gone) is None
