@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvcache.blocks import block_key, root_key
+from kvcache.blocks import BlockKey, block_key, root_key
 from kvcache.checkpoints import Checkpoints
 from kvcache.layout import CacheLayout
 from kvcache.lookup import Lookup, Matcher
@@ -35,9 +35,10 @@ from kvcache.names import (
 from kvcache.places import Places, SnapshotState
 from kvcache.receipt import MissReason
 from kvcache.records import Buffer, PutResult, RecordId, RecordKind, Tier
+from kvcache.schedule import is_decoded
 from kvcache.snapshots import Snapshot
 from kvcache.store import TieredStore
-from kvcache.travel import Arrival, Departure, Travel
+from kvcache.travel import Arrival, Departure, Travel, records_here
 from kvcache.tree import Node
 
 __all__ = [
@@ -297,6 +298,20 @@ class PrefixCache(NamedSnapshots):
             self._stock.forget_lost()
             return self._stock.why_not(node)
 
+    def regain(self, snapshot: Snapshot, node: Node) -> None:
+        """State of the handle's tokens has come, at `node`: it is the handle's where its own is gone, or was this.
+
+        Decoded state of elsewhere is not: what goes on from it gives other bits than the handle's own did.
+        """
+        with self._lock:
+            if node is snapshot.node:
+                if not self._places.state_of(snapshot).on_disk:
+                    self.rehome(snapshot, node)  # counts it as pinned, and writes it, where the handle is
+                return
+            decoded = any(is_decoded(here.schedule) for here in node.path())
+            if not decoded and self._stock.restorable(node) and not self._stock.restorable(snapshot.node):
+                self.rehome(snapshot, node)
+
     def state_of(self, snapshot: Snapshot) -> SnapshotState:
         """Where the state behind a name is now."""
         with self._lock:
@@ -321,8 +336,9 @@ class PrefixCache(NamedSnapshots):
 
     def held_of(self, owner: str, manifest: Manifest) -> set[ItemId]:
         """Records of a manifest that are here already, for this owner. Changes nothing."""
+        wanted = records_here(manifest, self._root_key(owner))
         with self._lock:
-            return self._travel.held(manifest, self._root(owner))
+            return self._travel.held(wanted)
 
     def arrive(self, owner: str, manifest: Manifest) -> Arrival:
         """Makes room in the tree for a snapshot that comes. Pairs with `arrived`. OSError as `root` has it."""
@@ -333,7 +349,7 @@ class PrefixCache(NamedSnapshots):
 
     def take(self, arrival: Arrival, item: Item, payload: Buffer, *, patient: bool) -> PutResult:
         """Takes a record of it over. `patient`: what `may_pass` is given again once the store has written something."""
-        node = arrival.nodes[item.key]
+        node = arrival.nodes[BlockKey(item.key)]
         record = record_of(item, node)
         here = self.store.locate(record) is not None
         lost = self.put(node, {record.kind: payload}, explicit=True, patient=patient)
@@ -355,7 +371,10 @@ class PrefixCache(NamedSnapshots):
             self._travel.arrived(arrival, forget=forget)
 
     def _root(self, owner: str) -> Node:
-        return self._tree.root(root_key(self.fingerprint, self._space(owner)))
+        return self._tree.root(self._root_key(owner))
+
+    def _root_key(self, owner: str) -> BlockKey:
+        return root_key(self.fingerprint, self._space(owner))
 
     def _space(self, owner: str) -> str:
         return SHARED if self.share_prefixes else owner

@@ -50,7 +50,9 @@ class Exporter:
         self._key = key
         self._manifest = manifest
         self._head = _HEAD.pack(MAGIC, VERSION, bytes(3), len(manifest), key_mark(key))
-        self._signature = hmac.digest(key, _MANIFEST + self._head + manifest, "sha256")
+        signing = hmac.new(key, _MANIFEST + self._head, "sha256")
+        signing.update(manifest)  # apart, since only this lets other threads run meanwhile
+        self._signature = signing.digest()
 
     def opening(self) -> list[Buffer]:
         """Head, manifest and signature."""
@@ -111,8 +113,8 @@ class Importer:
                 self._signing.update(part)
             if self._filled == len(self._hole):
                 self._hole, self._filled = next(self._reading), 0
-                done, self._done = self._done, []
-                yield from done
+                while self._done:
+                    yield self._done.pop()  # one at most, and whoever took it is the only one who has it
 
     def finish(self) -> Manifest:
         """At the end: the manifest. CutExport if the end has come too soon."""
@@ -133,14 +135,16 @@ class Importer:
             raise ForeignKey(mark, key_mark(self._key))
         if not 0 < length <= MAX_MANIFEST_BYTES:
             raise ExportError(f"has a manifest of {length} bytes, of at most {MAX_MANIFEST_BYTES}")
-        text, signature = bytearray(length), bytearray(SIGNATURE_BYTES)
-        yield memoryview(text)
+        # Who sent the length is not known yet: pages are taken as the text fills them.
+        text, signature = new_buffer(length), bytearray(SIGNATURE_BYTES)
+        self._signing = hmac.new(self._key, _MANIFEST + bytes(head), "sha256")
+        yield text
+        signed, self._signing = self._signing.digest(), None
         yield memoryview(signature)
-        signed = _MANIFEST + bytes(head) + bytes(text)
-        if not hmac.compare_digest(signature, hmac.digest(self._key, signed, "sha256")):
+        if not hmac.compare_digest(signature, signed):
             raise DamagedExport(self._part)
         self.manifest = decode_manifest(bytes(text))
-        del text, signed
+        del text
         self._done.append(self.manifest)
         after = 0
         while True:

@@ -68,10 +68,6 @@ class Manifest:
         """The model's whose state it is."""
         return self.snapshot.model
 
-    def item_bytes(self) -> int:
-        """Of all items together."""
-        return sum(item.size for item in self.items)
-
 
 def nobodys(snapshot: Snapshot, end: Node, fingerprint: str) -> tuple[Snapshot, dict[BlockKey, Node]]:
     """`snapshot`, which stands on `end`, on a chain of nobody's; and that chain's nodes by the keys they have here."""

@@ -39,6 +39,7 @@ from kvcache.tree import Node
 
 SHARED = "*"  # whose prefixes those of all are, where owners share them; no owner has this name
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
+_MARKED = re.compile(r"(s[0-9a-v]{26})-m([0-9]{1,10})")  # an id with an opening, see `new_snapshot_id`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +153,12 @@ class NamedSnapshots:
         assert node.parent is not None, "the empty prefix has no name"
         now = self._clock()
         ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
-        lineage = ((*parent.lineage, parent.id) if parent else keep.lineage)[-LINEAGE_LIMIT:]
         snapshot = Snapshot(
             id=keep.snapshot_id or self._new_id(durable=keep.durable),
             owner=owner,
             node=node,
             images=images_of(node),
-            lineage=lineage,
+            lineage=(*parent.lineage, parent.id)[-LINEAGE_LIMIT:] if parent else (),
             created=now,
             last_use=now,
             ttl=ttl,
@@ -168,6 +168,8 @@ class NamedSnapshots:
         )
         with self._lock:
             self._snapshots.expire(now)
+            if parent is None:
+                snapshot.lineage = self._snapshots.known_lineage(owner, node, keep.lineage[-LINEAGE_LIMIT:])
             if snapshot.pinned and not self._snapshots.taken(owner, snapshot.id):
                 self._check_pin(snapshot)
             self._snapshots.add(snapshot)
@@ -462,5 +464,11 @@ def new_snapshot_id(*, opening: int | None = None) -> str:
 
 def opening_of(snapshot_id: str) -> int | None:
     """The opening that `new_snapshot_id` was given, if any."""
-    match = re.fullmatch(r"s[0-9a-v]{26}-m([0-9]{1,10})", snapshot_id)
-    return int(match[1]) if match else None
+    match = _MARKED.fullmatch(snapshot_id)
+    return int(match[2]) if match else None
+
+
+def without_opening(snapshot_id: str) -> str:
+    """The id without an opening that is another store's: it tells nothing here."""
+    match = _MARKED.fullmatch(snapshot_id)
+    return match[1] if match else snapshot_id

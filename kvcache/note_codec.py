@@ -19,7 +19,7 @@ from kvcache.snapshots import Snapshot
 from kvcache.tree import Node
 
 NODE_HEAD = struct.Struct("<32s32sHH")  # parent, node whose FULL record is read (or zero), schedule bytes, tokens
-NOBODY = bytes(KEY_BYTES)
+NO_NODE = bytes(KEY_BYTES)  # where a node could be named
 SNAPSHOT_VERSION = 1
 
 
@@ -62,7 +62,7 @@ def media_key(fingerprint: str, owner: str, tag: MediaTag) -> bytes:
 
 def encode_node(node: Node) -> bytes:
     assert node.parent is not None
-    borrows = node.borrows.key if node.borrows is not None else NOBODY
+    borrows = node.borrows.key if node.borrows is not None else NO_NODE
     head = NODE_HEAD.pack(node.parent.key, borrows, len(node.schedule), len(node.tokens))
     return head + node.schedule + token_bytes(node.tokens)
 
@@ -80,7 +80,7 @@ def decode_node(payload: bytes, key: BlockKey) -> NodeNote:
         raise FormatError("a node's content does not give its key")
     return NodeNote(
         parent=BlockKey(parent),
-        borrows=BlockKey(borrows) if borrows != NOBODY else None,
+        borrows=BlockKey(borrows) if borrows != NO_NODE else None,
         schedule=schedule,
         tokens=tokens,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.media import MediaSpan, MediaTag, spans_of
@@ -191,9 +191,10 @@ class SnapshotRegistry:
         self._by_owner.setdefault(snapshot.owner, {})[snapshot.id] = snapshot
 
     def drop(self, snapshot: Snapshot, reason: GoneReason, now: float) -> None:
-        """Ends a name. Dropping twice is harmless."""
-        if self._by_id.pop((snapshot.owner, snapshot.id), None) is None:
+        """Ends a name. Dropping twice is harmless, to whoever has the name by then as well."""
+        if not self.has(snapshot):
             return
+        del self._by_id[snapshot.owner, snapshot.id]
         owned = self._by_owner[snapshot.owner]
         del owned[snapshot.id]
         if not owned:
@@ -214,23 +215,28 @@ class SnapshotRegistry:
 
     def descendants(self, of: Snapshot) -> list[Snapshot]:
         """Snapshots of the same owner derived from `of`, directly or through names that may be gone."""
-        return [s for s in self.of(of.owner) if of.id in s.lineage]
+        return [s for s in self.of(of.owner) if _descends(s, of)]
 
     def abandoned_by(self, source: Snapshot, cut: int) -> list[Snapshot]:
         """What a rollback of `source` to `cut` gives up: the source's own branch beyond the cut and all it led to.
 
         Siblings that share the kept prefix are not part of it.
         """
-        branch = {source.id}
+        branch = {source.id: source}
         for ancestor_id in source.lineage:
             ancestor = self._by_id.get((source.owner, ancestor_id))
-            if ancestor is not None and ancestor.token_count > cut:
-                branch.add(ancestor_id)
-        return [
-            s
-            for s in self.of(source.owner)
-            if not s.pinned and s.token_count > cut and (s.id in branch or branch.intersection(s.lineage))
-        ]
+            if ancestor is not None and ancestor.token_count > cut and _descends(source, ancestor):
+                branch[ancestor_id] = ancestor
+
+        def is_of_it(s: Snapshot) -> bool:
+            return s.id in branch or any(id in branch and _descends(s, branch[id]) for id in s.lineage)
+
+        return [s for s in self.of(source.owner) if not s.pinned and s.token_count > cut and is_of_it(s)]
+
+    def known_lineage(self, owner: str, node: Node, lineage: Sequence[str]) -> tuple[str, ...]:
+        """Of a lineage from elsewhere what can be meant here: a name of tokens that have nothing of it is left out."""
+        named = {id: self._by_id.get((owner, id)) for id in lineage}
+        return tuple(id for id, s in named.items() if s is None or _on_one_line(s.node, node))
 
     def expire(self, now: float) -> list[Snapshot]:
         """Ends every name whose time is over and which nobody uses."""
@@ -242,3 +248,21 @@ class SnapshotRegistry:
     @staticmethod
     def _is_over(snapshot: Snapshot, now: float) -> bool:
         return not snapshot.pinned and snapshot.uses == 0 and snapshot.expires <= now
+
+
+def _descends(snapshot: Snapshot, of: Snapshot) -> bool:
+    """Whether `of` is meant by its id in the lineage, and is not another snapshot that took the name later."""
+    if of.id not in snapshot.lineage:
+        return False
+    return of.created <= snapshot.created or _on_one_line(of.node, snapshot.node)
+
+
+def _on_one_line(one: Node, other: Node) -> bool:
+    """Whether the tokens of one begin those of the other."""
+    short, here = sorted((one, other), key=lambda node: node.end)
+    while here.start > short.start:
+        assert here.parent is not None
+        here = here.parent
+    assert here.parent is not None and short.parent is not None
+    same = here.parent.content == short.parent.content
+    return same and here.tokens[: len(short.tokens)] == short.tokens

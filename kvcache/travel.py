@@ -9,7 +9,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvcache.blocks import BlockKey
@@ -47,13 +47,9 @@ class Arrival:
 
     manifest: Manifest
     end: Node  # here, of the owner here
-    nodes: Mapping[bytes, Node]  # by the keys that the manifest's items have
+    nodes: Mapping[BlockKey, Node]  # by the keys that the manifest's items have
     images: Mapping[bytes, MediaTag]
     taken: list[RecordId] = field(default_factory=list)  # that were not here before
-
-    def node_of(self, item: Item) -> Node | None:
-        """Whose record an item is; None for an image's file."""
-        return self.nodes[item.key] if item.kind is not NoteKind.MEDIA else None
 
 
 class Travel:
@@ -64,47 +60,44 @@ class Travel:
 
     def depart(self, snapshot: Snapshot) -> Departure:
         """Pins; pairs with `departed`."""
-        stock, node = self._stock, snapshot.node
-        plan = stock.plan(node.path(), target=node.end, more_follows=True)
-        records: list[RecordId] = list(plan.records) if plan is not None else []
-        position = plan.position if plan is not None else 0
-        logits = RecordId(node.key, RecordKind.LOGITS)
-        if position == node.end and stock.has(logits):
-            records.append(logits)
+        node = snapshot.node
         node.holds += 1
-        stock.store.pin(records)
-        sizes = tuple(stock.store.size(record) or 0 for record in records)
-        return Departure(node=node, position=position, records=tuple(records), sizes=sizes)
+        while True:
+            position, records = self._going(node)
+            self._stock.store.pin(records)
+            sizes = [size for size in map(self._stock.store.size, records) if size is not None]
+            if len(sizes) == len(records):
+                return Departure(node=node, position=position, records=tuple(records), sizes=tuple(sizes))
+            self._stock.store.unpin(records)  # the store evicts on a thread of its own: one went before the pin
+
+    def _going(self, node: Node) -> tuple[int, list[RecordId]]:
+        """How far the state of `node` goes at this moment, and the records that it takes."""
+        plan = self._stock.plan(node.path(), target=node.end, more_follows=True)
+        if plan is None:
+            return 0, []
+        logits = RecordId(node.key, RecordKind.LOGITS)
+        with_logits = plan.position == node.end and self._stock.has(logits)
+        return plan.position, [*plan.records, *([logits] if with_logits else [])]
 
     def departed(self, departure: Departure) -> None:
         """Lets go of what was pinned; once."""
         self._stock.store.unpin(departure.records)
         self._stock.unhold(departure.node)
 
-    def held(self, manifest: Manifest, root: Node) -> set[ItemId]:
-        """Items whose records are here already, for the owner of `root`. Changes nothing."""
-        scratch = BlockTree()
-        nodes = _by_item_key(transplant(manifest.end, scratch, scratch.root(root.key)))
-        return {
-            item.id
-            for item in manifest.items
-            if item.kind is not NoteKind.MEDIA and self._stock.has(record_of(item, nodes[item.key]))
-        }
+    def held(self, wanted: Mapping[ItemId, RecordId]) -> set[ItemId]:
+        """Those of which the record is here already. Changes nothing."""
+        return {item for item, record in wanted.items() if self._stock.has(record)}
 
     def arrive(self, manifest: Manifest, root: Node) -> Arrival:
         """Makes the chain under `root`. Pairs with `arrived`."""
-        nodes = _by_item_key(transplant(manifest.end, self._stock.tree, root))
+        nodes = transplant(manifest.end, self._stock.tree, root)
         for node in nodes.values():
             self._stock.follow(node)
         return Arrival(manifest=manifest, end=nodes[manifest.end.key], nodes=nodes, images=images_of(manifest))
 
     def lacking(self, arrival: Arrival) -> list[Item]:
         """Items whose records are not here, images' files left out."""
-        return [
-            item
-            for item in arrival.manifest.items
-            if item.kind is not NoteKind.MEDIA and not self._stock.has(record_of(item, arrival.nodes[item.key]))
-        ]
+        return [item for item, record in _records(arrival.manifest, arrival.nodes) if not self._stock.has(record)]
 
     def arrived(self, arrival: Arrival, *, forget: bool) -> None:
         """Lets go of what was in use; once. `forget`: and of what came, where nobody else has come to need it."""
@@ -132,5 +125,15 @@ def pack(snapshot: Snapshot, departure: Departure, fingerprint: str, files: Mapp
     return Packed(manifest=manifest, items=tuple(items), sources=(*departure.records, *files.values()))
 
 
-def _by_item_key(made: Mapping[BlockKey, Node]) -> dict[bytes, Node]:
-    return {bytes(key): node for key, node in made.items()}
+def records_here(manifest: Manifest, root: BlockKey) -> dict[ItemId, RecordId]:
+    """What a manifest's records are called under the owner of this root. Pure, and needs no lock."""
+    scratch = BlockTree()
+    nodes = transplant(manifest.end, scratch, scratch.root(root))
+    return {item.id: record for item, record in _records(manifest, nodes)}
+
+
+def _records(manifest: Manifest, nodes: Mapping[BlockKey, Node]) -> Iterator[tuple[Item, RecordId]]:
+    """What is a record among the items, with its name where the chain's nodes are `nodes`."""
+    for item in manifest.items:
+        if item.kind is not NoteKind.MEDIA:
+            yield item, record_of(item, nodes[BlockKey(item.key)])

@@ -258,7 +258,7 @@ class WatchQuota(CallError):
 
 
 class ExchangeQuota(CallError):
-    """Too many exports and imports of one owner, or of all, are under way."""
+    """Too many exports, imports and checks of one owner, or of all, are under way."""
 
     reason = "EXCHANGE_QUOTA"
 

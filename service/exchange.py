@@ -13,24 +13,26 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 
 from kvcache.cache import PrefixCache
-from kvcache.errors import CutExport
+from kvcache.errors import CorruptRecord, CutExport
 from kvcache.export import Arrived, ExchangeKey, Exporter, Importer
 from kvcache.manifest import ItemId, Manifest, images_of
 from kvcache.media import MediaTag
 from kvcache.records import Buffer, FetchResult, NoteKind, RecordId
 from kvcache.snapshots import Snapshot
 from kvcache.travel import Departure, Packed, pack
+from service.answers import answered
 from service.errors import CallError, ExchangeQuota, ExportIncomplete, ImageNotHeld, SlowSender, Unsupported
 from service.events import ExportPiece, ExportView, ImportCheck, Imported
 from service.export_errors import check_fingerprint, translated
 from service.handles import Handles
 from service.incoming import Incoming
 from service.request import ExportCall, SaveOptions
+from service.resolve import check_room
 from service.runtime import Loaded, Runtime
 
 PIECE_BYTES = 256 << 10  # of one message: small enough to be hashed between two tokens of others
-MOST_OF_OWNER = 4  # exports and imports at a time
-MOST = 16  # of all owners: each may hold one record of state
+MOST_OF_OWNER = 4  # exports, imports and checks at a time
+MOST = 16  # of all owners: each may hold one record of state, or a manifest
 
 
 class Exchange:
@@ -75,9 +77,9 @@ class Exchange:
         source = packed.sources[index]
         if not isinstance(source, RecordId):
             return source
-        result = await _fetched(cache, source)
+        result: FetchResult = await answered(lambda done: cache.store.fetch((source,), done))
         if result.error is not None or len(result.payloads[0]) != packed.items[index].size:
-            if result.failed is not None:
+            if result.failed is not None and isinstance(result.error, CorruptRecord):
                 cache.note_corrupt(source)
             item = str(packed.items[index])
             raise ExportIncomplete(
@@ -94,18 +96,20 @@ class Exchange:
         key = self._need_key()
         loaded, _ = self._rt.need_model("", names_snapshot=False)
         cache = loaded.cache
-        with translated():
-            found = await asyncio.to_thread(_manifest_of, key, manifest)
-        check_fingerprint(found, loaded)
-        held: set[ItemId] = await asyncio.to_thread(cache.held_of, owner, found)
-        tags = _images_here(loaded, owner, found)
-        held |= {item.id for item in found.items if item.kind is NoteKind.MEDIA and item.key in tags}
-        missing = [item for item in found.items if item.id not in held]
-        return ImportCheck(
-            held=tuple(item.id for item in found.items if item.id in held),
-            missing_records=len(missing),
-            missing_bytes=sum(item.size for item in missing),
-        )
+        with self._place(owner):
+            with translated():
+                found = await asyncio.to_thread(_manifest_of, key, manifest)
+            check_fingerprint(found, loaded)
+            check_room(found.end.end, loaded.view, needs=0, at="manifest")
+            held: set[ItemId] = await asyncio.to_thread(cache.held_of, owner, found)
+            tags = _images_here(loaded, owner, found)
+            held |= {item.id for item in found.items if item.kind is NoteKind.MEDIA and item.key in tags}
+            missing = [item for item in found.items if item.id not in held]
+            return ImportCheck(
+                held=tuple(item.id for item in found.items if item.id in held),
+                missing_records=len(missing),
+                missing_bytes=sum(item.size for item in missing),
+            )
 
     async def import_snapshot(self, options: SaveOptions, data: AsyncIterator[bytes], owner: str) -> Imported:
         """Takes a snapshot in. Raises what is wrong with it; of one that is refused nothing stays."""
@@ -123,15 +127,17 @@ class Exchange:
 
     @staticmethod
     async def _receive(reader: Importer, data: AsyncIterator[bytes], coming: Incoming) -> None:
-        def read(piece: bytes) -> list[Manifest | Arrived]:
-            return list(reader.feed(piece))
-
-        async for piece in data:
-            for part in await asyncio.to_thread(read, piece):
+        """Lets go of each record, and of each message, before it waits for the next."""
+        async for message in data:
+            parts = _parts_of(reader, message)
+            del message
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
                 if isinstance(part, Manifest):
-                    coming.begin(part)
+                    await coming.begin(part)
                 else:
                     await coming.take(part)
+                del part
+            del parts
         reader.finish()
 
     # Both
@@ -153,7 +159,7 @@ class Exchange:
         ):
             if have >= most:
                 raise ExchangeQuota(
-                    f"{most} exports and imports {whose}are under way, and no more may be",
+                    f"{most} exports, imports and checks {whose}are under way, and no more may be",
                     hint="wait for some of them to end",
                     metadata={"limit": str(most)},
                 )
@@ -218,23 +224,15 @@ def _pieces(data: bytes) -> Iterator[bytes]:
         yield data[at : at + PIECE_BYTES]
 
 
+def _parts_of(reader: Importer, message: bytes) -> Iterator[Manifest | Arrived]:
+    """What a message completes, one at a time: it may have many records in it."""
+    view = memoryview(message)
+    for at in range(0, len(view), PIECE_BYTES):
+        yield from reader.feed(view[at : at + PIECE_BYTES])
+
+
 def _manifest_of(key: ExchangeKey, data: bytes) -> Manifest:
     for part in Importer(key).feed(data):
         assert isinstance(part, Manifest), "it comes first"
         return part
     raise CutExport("the manifest")
-
-
-async def _fetched(cache: PrefixCache, record: RecordId) -> FetchResult:
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[FetchResult] = loop.create_future()
-
-    def arrived(result: FetchResult) -> None:
-        if not answer.done():
-            answer.set_result(result)
-
-    def from_there(result: FetchResult) -> None:
-        loop.call_soon_threadsafe(arrived, result)
-
-    cache.store.fetch((record,), from_there)
-    return await answer

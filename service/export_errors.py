@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvcache.errors import CutExport, DamagedExport, ExportError, ForeignKey
-from kvcache.manifest import Manifest
+from kvcache.manifest import Item, Manifest
+from kvcache.records import NoteKind
 from service.errors import (
     CallError,
     ExchangeKeyDiffers,
@@ -14,7 +15,10 @@ from service.errors import (
     ExportIncomplete,
     ExportUnreadable,
     FingerprintDiffers,
+    InvalidField,
 )
+from service.images.limits import TOO_LARGE, ImageLimits
+from service.media import ImageRefused
 from service.runtime import Loaded
 
 
@@ -27,6 +31,19 @@ def check_fingerprint(manifest: Manifest, loaded: Loaded) -> None:
             hint="its state fits the same weights, tokenizer and software alone; make it again from its tokens",
             metadata={"have": here, "want": manifest.fingerprint, "model": loaded.view.name},
         )
+
+
+def check_images(manifest: Manifest, limits: ImageLimits) -> None:
+    """Raises InvalidField for an image whose file is larger than this server takes."""
+    for item in manifest.items:
+        if item.kind is NoteKind.MEDIA and item.size > limits.max_bytes:
+            text = f"has {item.size:,} bytes; {limits.max_bytes:,} are taken"
+            raise image_refused(item, ImageRefused(TOO_LARGE, text))
+
+
+def image_refused(item: Item, refused: ImageRefused) -> InvalidField:
+    """For an image that came along and that this server would not have taken from a caller."""
+    return InvalidField.at("data", f"{item} of the export {refused}", reason=refused.reason)
 
 
 @contextmanager

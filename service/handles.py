@@ -163,7 +163,10 @@ class Handles:
             self._cache.unuse(snapshot)
 
     def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
-        """Names `node`, taking over the caller's hold on it. A chosen id that names this very prefix is returned."""
+        """Names `node`, taking over the caller's hold on it.
+
+        A chosen id that names this very prefix is returned, with its state again if that was gone.
+        """
         try:
             with translated():
                 try:
@@ -172,6 +175,7 @@ class Handles:
                     there = self._cache.snapshot(owner, options.snapshot_id)
                     if there.node.content != node.content:
                         raise
+                    self._cache.regain(there, node)
                     return there
         finally:
             self._cache.let_go(node)

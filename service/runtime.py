@@ -21,6 +21,7 @@ from kvcache.receipt import Usage
 from kvcache.snapshots import GoneReason, Snapshot
 from kvcache.tree import Node
 from service import facts
+from service.answers import answered
 from service.config import Config
 from service.engine import Engine
 from service.errors import (
@@ -321,10 +322,11 @@ class Runtime:
             while left:
                 node, options = left.pop(0)
                 there = self.handles.has(options.snapshot_id, owner)
-                snapshot = await self.add(owner, node, options, parent)
+                snapshot = self._named(owner, node, options, parent)
                 added.append(snapshot)
                 if not there:
-                    fresh.append(snapshot)
+                    fresh.append(snapshot)  # before anything is waited for
+                await self._as_safe_as_asked(snapshot, options)
         except BaseException:  # all or none, for a cancelled caller too; it is raised on
             for snapshot in fresh:
                 self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
@@ -335,39 +337,36 @@ class Runtime:
 
     async def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
         """Names `node`, taking over the caller's hold, and waits until the name is as safe as was asked for."""
-        assert self.loaded is not None and self.handles is not None
-        cache = self.loaded.cache
-        there = bool(options.snapshot_id) and self.handles.has(options.snapshot_id, owner)
+        assert self.handles is not None
+        there = self.handles.has(options.snapshot_id, owner)
+        snapshot = self._named(owner, node, options, parent)
+        try:
+            await self._as_safe_as_asked(snapshot, options)
+        except StoreFull:
+            if not there:
+                self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
+            raise
+        return snapshot
+
+    def _named(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
+        assert self.handles is not None
         snapshot = self.handles.add(owner, node, options, parent)
         facts.note(snapshot=f"snapshots/{snapshot.id}")
-        if options.durability is Durability.DISK and not snapshot.durable:
-            error = await self._written(lambda done: cache.make_durable(snapshot, done))
-            if error is not None:
-                if not there:
-                    self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
-                raise store_full(str(error))
         return snapshot
+
+    async def _as_safe_as_asked(self, snapshot: Snapshot, options: SaveOptions) -> None:
+        """Raises StoreFull if it cannot be made durable."""
+        assert self.loaded is not None
+        cache = self.loaded.cache
+        if options.durability is Durability.DISK and not cache.state_of(snapshot).on_disk:
+            error: StoreError | None = await answered(lambda done: cache.make_durable(snapshot, done))
+            if error is not None:
+                raise store_full(str(error))
 
     async def written(self) -> None:
         """Waits until what was changed so far is on disk, where that is promised; what fails is tried again."""
         if self.loaded is not None and self.loaded.cache.store.durable:
-            await self._written(self.loaded.cache.settle)
-
-    @staticmethod
-    async def _written(order: Callable[[Callable[[StoreError | None], None]], None]) -> StoreError | None:
-        """Gives an order to the store's thread and waits for its answer."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[StoreError | None] = loop.create_future()
-
-        def arrived(error: StoreError | None) -> None:
-            if not answer.done():
-                answer.set_result(error)
-
-        def from_there(error: StoreError | None) -> None:
-            loop.call_soon_threadsafe(arrived, error)
-
-        order(from_there)
-        return await answer
+            await answered(self.loaded.cache.settle)
 
     def rehome(self, parent: Snapshot | None, event: NodeAt) -> None:
         assert self.loaded is not None

@@ -63,14 +63,10 @@ class Uploads:
         """Takes an image in, held once for the caller. ImageMemory if what is held leaves no room for it."""
         tag = tag_for(layout.key, len(layout.ids))
         with self._lock:
-            upload = self._by_tag.get((owner, tag))
-            if upload is None:
+            if (owner, tag) not in self._by_tag:
                 self._make_room(len(file))
-                upload = self._by_tag[owner, tag] = Upload(owner, tag, file, layout)
-                self._bytes += len(file)
+            upload = self._known(owner, tag, digest, file)
             upload.layout = upload.layout or layout
-            upload.digests.add(digest)
-            self._by_digest[owner, digest] = upload
             return self._held(upload)
 
     def find(self, owner: str, digest: bytes) -> Upload | None:
@@ -90,17 +86,12 @@ class Uploads:
                 return None
             return [self._held(upload) for upload in held]
 
-    def receive(self, owner: str, tag: MediaTag, file: bytes) -> Upload:
+    def receive(self, owner: str, tag: MediaTag, digest: bytes, file: bytes) -> Upload:
         """An image that another instance had the file of, held once for the caller. ImageMemory as `put` has it."""
         with self._lock:
-            upload = self._by_tag.get((owner, tag))
-            if upload is None:
+            if (owner, tag) not in self._by_tag:
                 self._make_room(len(file))
-                upload = self._by_tag[owner, tag] = Upload(owner, tag, file, None)
-                self._bytes += len(file)
-                upload.digests.add(digest_of(file))
-                self._by_digest[owner, digest_of(file)] = upload
-            return self._held(upload)
+            return self._held(self._known(owner, tag, digest, file))
 
     def release(self, uploads: Sequence[Upload], *, forget: bool = False) -> None:
         """Gives back one hold on each. `forget`: those that nobody else holds go at once."""
@@ -132,15 +123,23 @@ class Uploads:
             return upload.file if upload is not None else None
 
     def found(self, owner: str, tag: MediaTag, file: bytes) -> None:
+        digest = digest_of(file)
         with self._lock:
             if (owner, tag) not in self._by_tag:
-                upload = self._by_tag[owner, tag] = Upload(owner, tag, file, None, last_use=self._clock())
-                self._bytes += len(file)
-                self._idle[owner, tag] = upload
-                self._by_digest[owner, digest_of(file)] = upload
-                upload.digests.add(digest_of(file))
+                upload = self._idle[owner, tag] = self._known(owner, tag, digest, file)
+                upload.last_use = self._clock()
 
     # REQUIRES: lock is held
+
+    def _known(self, owner: str, tag: MediaTag, digest: bytes, file: bytes) -> Upload:
+        """The image, which a file of this digest was; a new one is held by nobody and not idle either."""
+        upload = self._by_tag.get((owner, tag))
+        if upload is None:
+            upload = self._by_tag[owner, tag] = Upload(owner, tag, file, None)
+            self._bytes += len(file)
+        upload.digests.add(digest)
+        self._by_digest[owner, digest] = upload
+        return upload
 
     def _held(self, upload: Upload) -> Upload:
         self._idle.pop((upload.owner, upload.tag), None)

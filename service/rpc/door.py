@@ -21,15 +21,16 @@ import grpc.aio
 
 from service.auth.authenticator import Authenticator
 from service.auth.callers import Caller
-from service.errors import CallError, CallQuota, InvalidField, SlowSender, Unauthenticated
+from service.errors import CallError, CallQuota, SlowSender, Unauthenticated
 from service.rpc.caller import CALLER
+from service.rpc.coming import no_request, read_within, unreadable
 from service.rpc.interceptor import UNREADABLE, leave, tolerant
 from service.rpc.status import status_of
 
 log = logging.getLogger(__name__)
 
 OPEN = "/grpc.health.v1.Health/"
-NOBODY = Caller("")  # asks for health; no owner has this name
+PROBE = Caller("")  # asks for health; no owner has this name
 OPEN_SECONDS = 10.0  # for a message that has a name in it
 OPEN_WAITING = 16  # calls without a caller whose message is on its way; the one that waits longest makes room
 TELL_EVERY = 10.0  # seconds between log lines about callers that were not let in
@@ -63,7 +64,7 @@ class Door(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """Wraps the handler that `continuation` finds, or refuses without looking for one."""
         if handler_call_details.method.startswith(OPEN):
-            caller: Caller | None = NOBODY
+            caller: Caller | None = PROBE
         else:
             try:
                 caller = self._authenticator.by_metadata(handler_call_details.invocation_metadata or ())
@@ -87,7 +88,7 @@ class Door(grpc.aio.ServerInterceptor):
         async def serve(messages: AsyncIterator[Any], context: Context) -> None:
             try:
                 caller = known or self._authenticator.by_certificate(context.auth_context())
-                if self._calls[caller.owner] >= self._max_calls and caller is not NOBODY:
+                if self._calls[caller.owner] >= self._max_calls and caller is not PROBE:
                     raise CallQuota(
                         f"{self._max_calls} calls of {caller.owner} are under way, and no more may be",
                         hint="wait for some of them to end",
@@ -127,7 +128,7 @@ class Door(grpc.aio.ServerInterceptor):
             await context.write(await cast(Any, handler.unary_unary)(request, context))
 
     async def _request(self, context: Context, caller: Caller) -> Any:
-        stranger = caller is NOBODY
+        stranger = caller is PROBE
         task = asyncio.current_task()
         assert task is not None
         place = id(task)
@@ -135,12 +136,11 @@ class Door(grpc.aio.ServerInterceptor):
             self._make_room()
             self._waiting[place] = task
         patience = OPEN_SECONDS if stranger else self._patience
+        late = SlowSender(
+            f"the request did not arrive within {patience:g} s", hint="send it faster, or in smaller calls"
+        )
         try:
-            async with asyncio.timeout(patience):
-                request = await cast(Any, context).read()
-        except TimeoutError:
-            text = f"the request did not arrive within {patience:g} s"
-            raise SlowSender(text, hint="send it faster, or in smaller calls") from None
+            request = await read_within(context, patience, late)
         except asyncio.CancelledError:
             if stranger and place not in self._waiting:  # whoever cancelled it has taken it out
                 task.uncancel()
@@ -149,9 +149,9 @@ class Door(grpc.aio.ServerInterceptor):
         finally:
             self._waiting.pop(place, None)
         if request is grpc.aio.EOF:
-            raise InvalidField("the call ended without a request")
+            raise no_request()
         if request is UNREADABLE and stranger:
-            raise InvalidField("the request cannot be parsed as this method's message")
+            raise unreadable()
         return request
 
     def _make_room(self) -> None:

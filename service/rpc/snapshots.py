@@ -27,7 +27,7 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
     """The calls that need the store but not the model."""
 
     def __init__(self, core: Inference, *, write_stall: float, patience: float) -> None:
-        """Seconds: that one write of an export may block, that one message of an import may take to arrive."""
+        """Seconds: that one write of an export may block, that the next data of an import may take to arrive."""
         self._core = core
         self._write_stall = write_stall
         self._patience = patience
@@ -105,14 +105,19 @@ class SnapshotServicer(pb_grpc.SnapshotServiceServicer):
     async def ImportSnapshot(self, messages: object, context: Context) -> pb.ImportSnapshotResponse:
         """Reads for itself: gRPC holds back a sender that is faster than the store."""
         del messages
-        coming = Coming(context, patience=self._patience)
+        coming = Coming(context, patience=self._patience, brings=lambda message: bool(message.data))
         first = await coming.first()
         options = mapping_exchange.read_options(first, self._limits)
+        begin = [first.data]
+        del first  # as long as the import takes, no message of it is kept
 
         async def data() -> AsyncGenerator[bytes, None]:
-            yield first.data
-            async for message in coming.others():
-                yield mapping_exchange.read_data(message)
+            yield begin.pop()
+            async with aclosing(coming.others()) as others:
+                async for message in others:
+                    piece = [mapping_exchange.read_data(message)]
+                    del message
+                    yield piece.pop()
 
         async with aclosing(data()) as pieces:
             imported = await self._core.import_snapshot(options, pieces, caller_of(context))

@@ -33,6 +33,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from kvfork.v1 import inference_service_pb2, server_service_pb2, snapshot_service_pb2
 
+from tests.e2e.exports import key_file
 from tests.e2e.live import OPTIONS, LiveServer, generate, greedy, prompt_of, raw, refusal_of
 
 FLAGS = (
@@ -357,7 +358,12 @@ def fuzz(seconds: float, seed: int, model: str = "tiny-gemma3") -> Counter[str]:
     with (
         tempfile.TemporaryDirectory() as folder,
         LiveServer(
-            model, *FLAGS, "--exchange-key", exchange_key(folder), inside=True, env={"TESTS_UNHURT": "1"}
+            model,
+            *FLAGS,
+            "--exchange-key",
+            str(key_file(Path(folder) / "exchange.key", secrets.token_hex(32))),
+            inside=True,
+            env={"TESTS_UNHURT": "1"},
         ) as server,
     ):
         expected = generate(server, question).ids
@@ -377,14 +383,6 @@ def fuzz(seconds: float, seed: int, model: str = "tiny-gemma3") -> Counter[str]:
         for client in clients:
             client.channel.close()
     return seen
-
-
-def exchange_key(folder: str) -> str:
-    """A file with a key that nobody else has."""
-    path = Path(folder) / "exchange.key"
-    path.write_text(secrets.token_hex(32))
-    path.chmod(0o600)
-    return str(path)
 
 
 def check(server: LiveServer, expected: list[int], question: Any) -> None:

@@ -12,8 +12,8 @@ from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
-from kvcache.export import SIGNATURE_BYTES, ExchangeKey, Importer
-from kvcache.manifest import Manifest
+from kvcache.export import SIGNATURE_BYTES
+from tests.e2e.exports import key_file, manifest_of
 from tests.e2e.live import PATIENCE, Answer, LiveServer, generate, greedy, prompt_of, raw, refused, until
 
 pytestmark = [pytest.mark.mlx]
@@ -29,19 +29,13 @@ LAYERS = {
 PROMPT = prompt_of(700)
 MORE = prompt_of(3, seed=1)
 PIECE = 100_000
-KEY = bytes([0x5A]) * 32
+KEY = "5a" * 32
 INDEX_BYTES = 4  # before each record
 
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return key_file(tmp_path_factory.mktemp("keys") / "exchange.key", "5a")
-
-
-def key_file(path: Path, byte: str) -> Path:
-    path.write_text(byte * 32)
-    path.chmod(0o600)
-    return path
+    return key_file(tmp_path_factory.mktemp("keys") / "exchange.key", KEY)
 
 
 @dataclass(frozen=True)
@@ -109,18 +103,22 @@ def copy(here: LiveServer, there: LiveServer, name: str, **options: object) -> s
 
 def middles(data: bytes) -> dict[int, str]:
     """A position in the payload of each record of a whole export, and the record's name."""
-    manifest = next(part for part in Importer(ExchangeKey(KEY)).feed(data) if isinstance(part, Manifest))
     found: dict[int, str] = {}
     behind = len(data)
-    for item in reversed(manifest.items):
+    for item in reversed(manifest_of(data, KEY).items):
         found[behind - SIGNATURE_BYTES - item.size // 2] = str(item)
         behind -= SIGNATURE_BYTES + item.size + INDEX_BYTES
     return found
 
 
-def answer(server: LiveServer, given: pb.Input, parent: str = "") -> Answer:
+def question(given: pb.Input, parent: str = "") -> inference_pb.GenerateRequest:
+    """Whose answer `values` can look at."""
     output = inference_pb.OutputOptions(token_ids=True, top_logprobs=5)
-    return generate(server, greedy(given, parent=parent, tokens=12, output=output))
+    return greedy(given, parent=parent, tokens=12, output=output)
+
+
+def answer(server: LiveServer, given: pb.Input, parent: str = "") -> Answer:
+    return generate(server, question(given, parent))
 
 
 def values(of: Answer) -> tuple[list[int], list[float]]:
@@ -233,7 +231,7 @@ def test_another_key_is_refused_and_no_key_says_what_to_set(
 ) -> None:
     made = create(llamas.here, PROMPT)
     data = export(llamas.here, made.name)
-    with LiveServer("tiny-llama", "--exchange-key", str(key_file(tmp_path / "other", "5b"))) as other:
+    with LiveServer("tiny-llama", "--exchange-key", str(key_file(tmp_path / "other", "5b" * 32))) as other:
         failed = refused(lambda: take_in(other, data))
         assert (failed.code, failed.reason) == ("FAILED_PRECONDITION", "EXCHANGE_KEY_DIFFERS")
     plain = server_for("tiny-llama")

@@ -19,32 +19,34 @@ from kvfork.v1 import inference_service_pb2 as inference_pb
 from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
+from kvfork.v1.inference_service_pb2_grpc import InferenceServiceStub
+from kvfork.v1.snapshot_service_pb2_grpc import SnapshotServiceStub
 from kvfork_client import (
     AsyncClient,
     Client,
     ExportDamaged,
     Residency,
-    Sampling,
     SaveOptions,
     SnapshotIdTaken,
     SnapshotNotFound,
-    Stopping,
-    raw,
-    tokens,
 )
 
 from service.auth.tokens import new_token
+from tests.e2e.exports import key_file
 from tests.e2e.live import (
+    OPTIONS,
     PATIENCE,
     ROOT,
     LiveServer,
     ServerDidNotStart,
+    answer_of,
     generate,
     greedy,
     prompt_of,
     refusal_of,
     refused,
     until,
+    with_token,
 )
 from tests.e2e.live import raw as raw_input
 from tests.e2e.test_exchange import (
@@ -58,7 +60,7 @@ from tests.e2e.test_exchange import (
     export,
     forget,
     in_pieces,
-    key_file,
+    question,
     take_in,
     values,
 )
@@ -70,7 +72,7 @@ LONG = prompt_of(6_000, seed=5)
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return key_file(tmp_path_factory.mktemp("keys") / "exchange.key", "6c")
+    return key_file(tmp_path_factory.mktemp("keys") / "exchange.key", "6c" * 32)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def pair(key: Path) -> Iterator[Pair]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(pair: Pair) -> Iterator[None]:
-    """After every story: no hold, no use, no row."""
+    """After every story, and without its names: no hold, no use, no pin."""
     yield
     for server in (pair.here, pair.there):
         forget(server)
@@ -97,7 +99,7 @@ EVERYTHING = server_pb.TrimCacheRequest(memory_bytes=0, disk_bytes=0)
 
 def held(server: LiveServer) -> int:
     report = server.report()
-    return report["held"] + report["uses"]
+    return report["held"] + report["uses"] + report["pinned"]
 
 
 def names(server: LiveServer) -> list[str]:
@@ -108,17 +110,18 @@ def names(server: LiveServer) -> list[str]:
 def test_an_import_that_breaks_off_goes_on_where_it_was(pair: Pair) -> None:
     made = create(pair.here, LONG)
     data = export(pair.here, made.name)
-    arrived = threading.Event()
+    arrived, over = threading.Event(), threading.Event()
 
     def half() -> Iterator[snapshot_pb.ImportSnapshotRequest]:
         yield from in_pieces(data[: len(data) // 2])
         arrived.set()
-        time.sleep(PATIENCE)
+        over.wait(PATIENCE)
 
     call = pair.there.snapshots.ImportSnapshot.future(half(), timeout=PATIENCE)
     assert arrived.wait(PATIENCE)
     until(lambda: len(check(pair.there, data).held) >= 10, what="half of the records")
     call.cancel()
+    over.set()
     until(lambda: not held(pair.there), what="the import to be given up")
     rest = copy(pair.here, pair.there, made.name)
     assert rest.held_records >= 10 and rest.received_bytes < len(data) * 0.6
@@ -333,13 +336,12 @@ def test_owners_export_their_own_alone_and_import_for_themselves(pair: Pair, key
             taken = bob.import_snapshot([data])
             assert (taken.held_records, taken.snapshot.info.token_count) == (0, 700)
             assert taken.snapshot.name == mine.name and taken.snapshot.info.prefix_hash != mine.prefix_hash
-            again = taken.snapshot.generate(
-                raw(tokens(MORE)),
-                sampling=Sampling(temperature=0),
-                stopping=Stopping(max_tokens=12, ignore_eos=True),
-            ).result()
-        ours = generate(server, greedy(raw_input(MORE), parent=mine.name, tokens=12))
-        assert again.text == ours.text
+            name = taken.snapshot.name
+        with grpc.insecure_channel(server.address, options=OPTIONS) as channel:
+            stub = InferenceServiceStub(with_token(channel, made["bob"][0]))
+            theirs = answer_of(stub.Generate(question(raw_input(MORE), name), timeout=PATIENCE))
+        assert values(theirs) == values(answer(server, raw_input(MORE), mine.name))
+        assert theirs.usage.recomputed_tokens == 0
         assert take_in(pair.there, data).snapshot.token_count == 700
 
 
@@ -377,14 +379,16 @@ def test_the_client_copies_in_both_flavours(pair: Pair) -> None:
             with pytest.raises(SnapshotNotFound):
                 await here.copy_snapshot("snapshots/never-was", to=there)
             async with asyncio.timeout(PATIENCE):
-                task = asyncio.ensure_future(there.import_snapshot(never()))
-                await asyncio.sleep(0.1)
+                begun = asyncio.Event()
+                task = asyncio.ensure_future(there.import_snapshot(never(begun)))
+                await begun.wait()
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
 
-    async def never() -> object:
+    async def never(begun: asyncio.Event) -> object:
         yield data[:100]
+        begun.set()  # it was sent: more is asked for
         await asyncio.Event().wait()
 
     asyncio.run(story())
@@ -416,26 +420,31 @@ def test_the_command_line_writes_files_and_copies(pair: Pair, tmp_path: Path) ->
 
 
 def test_a_server_that_goes_ends_its_exports_and_imports(key: Path) -> None:
-    with LiveServer("tiny-llama", "--exchange-key", str(key), "--drain-seconds", "1") as server:
-        made = create(server, PROMPT)
+    with LiveServer("tiny-llama", "--exchange-key", str(key), "--drain-seconds", "1", inside=True) as server:
+        made = create(server, LONG)
         data = export(server, made.name)
         release = threading.Event()
 
         def wait() -> Iterator[snapshot_pb.ImportSnapshotRequest]:
-            yield from in_pieces(data[:1000])
+            yield from in_pieces(data[: len(data) // 2], snapshot_id="half-of-it")
             release.wait(PATIENCE)
 
-        call = server.snapshots.ImportSnapshot.future(wait(), timeout=PATIENCE)
-        until(lambda: "exchange" in server.client().server_info().features, what="the server")
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(PATIENCE) == 0
-        release.set()
-        with pytest.raises(grpc.RpcError):
-            call.result()
+        coming = server.snapshots.ImportSnapshot.future(wait(), timeout=PATIENCE)
+        until(lambda: server.report()["held"], what="the import to hold what comes")
+        # A reader that takes little at a time, so that what is written for it cannot all be on its way.
+        with grpc.insecure_channel(server.address, options=[("grpc.http2.bdp_probe", 0)]) as slow:
+            request = snapshot_pb.ExportSnapshotRequest(name=made.name)
+            going = SnapshotServiceStub(slow).ExportSnapshot(request, timeout=PATIENCE)
+            assert next(going).summary.records == 25
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(PATIENCE) == 0
+            release.set()
+            for ended in (refusal_of(coming.exception()), refused(lambda: list(going))):
+                assert ended.code == "UNAVAILABLE"
 
 
 def test_a_key_that_others_can_read_is_refused_at_the_start(tmp_path: Path) -> None:
-    path = key_file(tmp_path / "open.key", "6c")
+    path = key_file(tmp_path / "open.key", "6c" * 32)
     path.chmod(0o644)
     with pytest.raises(ServerDidNotStart) as failed:
         LiveServer("tiny-llama", "--exchange-key", str(path), wait=False)

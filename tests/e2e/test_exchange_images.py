@@ -10,21 +10,23 @@ from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
+from tests.e2e.exports import key_file, manifest_of
 from tests.e2e.live import PATIENCE, LiveServer, prompt_of, raw, refused
-from tests.e2e.test_exchange import Pair, answer, check, copy, export, forget, key_file, take_in, values
+from tests.e2e.test_exchange import Pair, answer, check, copy, export, forget, take_in, values
 from tests.images.pictures import png
 
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 MORE = prompt_of(5, seed=1)
+KEY = "7d" * 32
 # Recurrent layers and rotary places of an image's own; windows, and attention both ways inside an image.
 MODELS = ["tiny-qwen3_5-vl", "tiny-gemma3-vl"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    key = key_file(tmp_path_factory.mktemp("keys") / "exchange.key", "7d")
+    key = key_file(tmp_path_factory.mktemp("keys") / "exchange.key", KEY)
     flags = ("--exchange-key", str(key))
     with LiveServer(request.param, *flags) as here, LiveServer(request.param, *flags) as there:
         yield Pair(here, there)
@@ -86,7 +88,8 @@ def test_an_export_that_leaves_an_image_out_which_is_not_there_is_incomplete(pai
     other = seen(pair.here, png(6))
     theirs = check(pair.there, export(pair.here, other.name, manifest_only=True))
     assert image not in theirs.held
-    names = [record for record in ids_of(export(pair.here, other.name)) if record[-1] == 131]
+    everything = [bytes(item.id) for item in manifest_of(export(pair.here, other.name), KEY).items]
+    names = [record for record in everything if record[-1] == 131]
     failed = refused(lambda: take_in(pair.there, export(pair.here, other.name, held=names)))
     assert (failed.code, failed.reason) == ("ABORTED", "EXPORT_INCOMPLETE")
     assert failed.metadata["record"].startswith("image ")
@@ -94,13 +97,3 @@ def test_an_export_that_leaves_an_image_out_which_is_not_there_is_incomplete(pai
     assert [snapshot.name for snapshot in listed] == [made.name]
     forget(pair.here)
     forget(pair.there)
-
-
-def ids_of(data: bytes) -> list[bytes]:
-    """What a manifest names: as another server, that has all of it, would name it."""
-    from kvcache.export import ExchangeKey, Importer
-    from kvcache.manifest import Manifest
-
-    reader = Importer(ExchangeKey(bytes.fromhex("7d" * 32)))
-    manifest = next(part for part in reader.feed(data) if isinstance(part, Manifest))
-    return [bytes(item.id) for item in manifest.items]

@@ -6,8 +6,6 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tiny_worlds import LIMITS, World
-
 from kvcache.cache import CacheLimits, Durable, Keep, PrefixCache
 from kvcache.errors import StoreError
 from kvcache.keys import KeyRing, OwnerSeal
@@ -18,6 +16,7 @@ from kvcache.storage import MemoryStorage, Storage
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.store_dir import Identity
 from kvcache.tree import Node
+from tests.kvcache.tiny_worlds import LIMITS, World
 
 STORE_ID = bytes(range(16))
 MASTER = bytes(range(32))

@@ -23,8 +23,8 @@ from kvcache.tree import BlockTree, Node
 TREE = BlockTree()
 
 
-def node_at(end: int) -> Node:
-    return TREE.add(TREE.root(root_key("model", "owner")), [1] * end, b"P")
+def node_at(end: int, token: int = 1) -> Node:
+    return TREE.add(TREE.root(root_key("model", "owner")), [token] * end, b"P")
 
 
 class Names:
@@ -37,10 +37,10 @@ class Names:
         )
 
     def add(self, id: str, *, owner: str = "a", end: int = 10, lineage: str = "", now: float = 0.0, ttl: float = 10.0,
-            pinned: bool = False) -> Snapshot:  # fmt: skip
+            pinned: bool = False, token: int = 1) -> Snapshot:  # fmt: skip
         snapshot = Snapshot(
-            id=id, owner=owner, node=node_at(end), lineage=tuple(lineage.split()), created=now, last_use=now, ttl=ttl,
-            expires=now + ttl, pinned=pinned,
+            id=id, owner=owner, node=node_at(end, token), lineage=tuple(lineage.split()), created=now,
+            last_use=now, ttl=ttl, expires=now + ttl, pinned=pinned,
         )  # fmt: skip
         self.registry.add(snapshot)
         return snapshot
@@ -148,6 +148,14 @@ def test_tombstones_are_bounded_oldest_first_and_flush_nobody_elses(names: Names
             names.registry.find(owner, name, 1)
 
 
+def test_whoever_drops_twice_does_not_end_the_next_of_that_name(names: Names) -> None:
+    first = names.add("x")
+    names.registry.drop(first, GoneReason.DELETED, 1)
+    second = names.add("x")
+    names.registry.drop(first, GoneReason.DELETED, 2)
+    assert names.registry.find("a", "x", 3) is second and names.forgotten == ["x"]
+
+
 def test_descendants_are_found_through_names_that_are_gone(names: Names) -> None:
     names.add("root")
     middle = names.add("middle", lineage="root")
@@ -176,6 +184,30 @@ def test_a_rollback_gives_up_its_own_branch_beyond_the_cut_and_nothing_else(name
     assert given_up(160) == ["more", "after"]
     assert given_up(100) == ["answer", "more", "after", "cousin"]
     assert given_up(99) == ["prompt", "answer", "more", "after", "cut off", "sibling", "cousin"]
+
+
+def test_a_name_that_is_taken_again_has_nothing_to_do_with_what_came_of_the_first(names: Names) -> None:
+    first = names.add("base", end=150)
+    child = names.add("child", end=200, lineage="base", now=1)
+    names.registry.drop(first, GoneReason.DELETED, 2)
+    other = names.add("base", end=150, token=2, now=3)
+    other_child = names.add("other child", end=200, token=2, lineage="base", now=4)
+    assert names.registry.descendants(other) == [other_child]
+    assert names.registry.abandoned_by(child, 100) == [child]
+    assert names.registry.abandoned_by(other_child, 100) == [other, other_child]
+    assert names.registry.abandoned_by(other, 100) == [other, other_child]
+    names.registry.drop(other, GoneReason.DELETED, 5)
+    again = names.add("base", end=150, now=6)  # what the child came of, made once more
+    assert names.registry.descendants(again) == [child]
+    assert names.registry.abandoned_by(child, 100) == [child, again]
+
+
+def test_a_rolled_back_line_that_went_on_otherwise_still_came_of_its_source(names: Names) -> None:
+    source = names.add("source", end=200)
+    names.add("cut", end=100, lineage="source", now=1)
+    # Its tokens begin like the source's and then differ.
+    turned = names.add("turned", end=150, token=3, lineage="source cut", now=2)
+    assert turned in names.registry.descendants(source)
 
 
 def test_random_histories_keep_every_index_in_step() -> None:

@@ -13,7 +13,7 @@ from kvcache.cache import Keep
 from kvcache.errors import CutExport, DamagedExport, ExportError, ForeignKey
 from kvcache.export import Arrived, ExchangeKey, Exporter, Importer
 from kvcache.manifest import Item, ItemId, Manifest
-from kvcache.records import RecordKind
+from kvcache.records import RecordId, RecordKind
 from kvcache.snapshots import Snapshot
 from kvcache.travel import Arrival, pack
 
@@ -143,6 +143,16 @@ def test_only_what_is_missing_travels() -> None:
     have = there.cache.held_of("a", manifest_of(exported(here, second)))
     again, taken = taken_in(there, exported(here, second, have=have), name="again")
     assert taken == [] and list(again.node.all_tokens()) == longer
+
+
+def test_asking_what_is_held_changes_nothing() -> None:
+    here, there = World(LAYOUTS["all"]), World(LAYOUTS["all"])
+    data = exported(here, here.save(here.run(prompt_of(300)).nodes[300], "original"))
+    there.run(prompt_of(300))
+    before = (there.tree, list(there.cache._tree._roots), sorted(there.store.held()))
+    assert len(there.cache.held_of("a", manifest_of(data))) == 6
+    assert there.cache.held_of("b", manifest_of(data)) == set()
+    assert (there.tree, list(there.cache._tree._roots), sorted(there.store.held())) == before
 
 
 def test_a_cut_block_takes_along_what_it_reads_from() -> None:
@@ -278,6 +288,26 @@ def test_what_is_being_sent_is_not_evicted() -> None:
     here.cache.departed(departure)
     here.starve()
     assert here.tree == {}
+
+
+def test_what_is_evicted_before_it_could_be_pinned_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's thread evicts in the middle of a departure: what leaves is what is left."""
+    here, there = World(LAYOUTS["full"]), World(LAYOUTS["full"])
+    tokens = prompt_of(700)
+    nodes = here.run(tokens, keep=(512,)).nodes
+    snapshot = here.save(nodes[700], "original")
+    pin = here.store.pin
+
+    def late(records: Iterable[RecordId]) -> None:
+        monkeypatch.undo()
+        here.lose(nodes[700], RecordKind.FULL)
+        pin(records)
+
+    monkeypatch.setattr(here.store, "pin", late)
+    copy, taken = taken_in(there, exported(here, snapshot))
+    assert there.cache.state_of(copy).restorable == 512 and len(taken) == 2
+    assert list(copy.node.all_tokens()) == tokens
+    assert here.store.stats().pinned == 0
 
 
 @pytest.mark.parametrize("seed", range(40))

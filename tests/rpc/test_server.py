@@ -313,6 +313,38 @@ def test_a_sender_that_stops_is_not_waited_for_for_ever():
     run(story)
 
 
+def test_messages_without_data_are_no_sign_of_life():
+    async def story():
+        async with serving(request_seconds=0.3) as s:
+
+            async def empty():
+                yield snapshot_pb.ImportSnapshotRequest(data=b"a")
+                for _ in range(100):
+                    await asyncio.sleep(0.05)
+                    yield snapshot_pb.ImportSnapshotRequest()
+
+            code, details = await refused_import(s, empty())
+            assert code == "RESOURCE_EXHAUSTED" and b"SLOW_SENDER" in details
+            await eventually(lambda: s.core.running == 0)
+
+    run(story)
+
+
+def test_a_sender_goes_on_as_long_as_it_brings_data():
+    async def story():
+        async with serving(request_seconds=1.0) as s:
+
+            async def slow():
+                for _ in range(15):
+                    await asyncio.sleep(0.1)
+                    yield snapshot_pb.ImportSnapshotRequest(data=b"a")
+
+            await s.snapshots.ImportSnapshot(slow())
+            assert s.core.imported == [b"a"] * 15
+
+    run(story)
+
+
 def test_a_sender_that_goes_away_ends_the_import():
     async def story():
         async with serving() as s:
