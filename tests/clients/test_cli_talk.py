@@ -428,6 +428,22 @@ def test_rollback_prints_the_result_and_its_receipt(
     assert (printed["snapshot"]["token_count"], printed["released"]) == (1, [])
 
 
+def test_a_copy_asks_each_side_for_an_instance_of_its_own(
+    peer: Peer, kvfork: Kvfork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFORK_INSTANCE", "here")
+    instance = "x-kvfork-instance"
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    with Peer() as other:
+        assert kvfork("snapshots", "copy", "plan-0001", "--to", other.address) == 0
+        assert other.contents == {"snapshots/plan-0001": "abc"}
+        assert {said.get(instance) for said in peer.metadata} == {"here"}
+        assert {said.get(instance) for said in other.metadata} == {None}
+        since = len(other.metadata)
+        assert kvfork("snapshots", "copy", "plan-0001", "--to", other.address, "--to-instance", "there") == 0
+        assert {said.get(instance) for said in other.metadata[since:]} == {"there"}
+
+
 def test_stats_for_people_and_for_programs(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
     assert kvfork("stats") == 0
     shown = capsys.readouterr().out
