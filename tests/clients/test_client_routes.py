@@ -9,7 +9,7 @@ import grpc
 import pytest
 from contract_peer import Peer, refuse
 from flavours import Flavour
-from kvfork_client import Internal, Unavailable, WrongInstance
+from kvfork_client import FailedPrecondition, Internal, SnapshotNotFound, Unavailable, WrongInstance
 from kvfork_client.status import from_status
 
 INSTANCE, SESSION = "x-kvfork-instance", "x-kvfork-session"
@@ -93,6 +93,41 @@ def test_leaving_the_block_of_a_handle_whose_server_was_replaced_is_no_error(pee
     flavour.do(handle.__aexit__ if flavour.runner else handle.__exit__, None, None, None)
     with pytest.raises(WrongInstance):
         flavour.do(handle.release)
+
+
+def wrong_instance(request: Any, context: Any) -> None:
+    refuse(context, "FAILED_PRECONDITION", "WRONG_INSTANCE", "this is another one", instance="new")
+
+
+def test_a_handle_whose_server_began_anew_is_made_again_by_who_catches_what_is_not_found(
+    peer: Peer, flavour: Flavour
+) -> None:
+    client = flavour.client(peer.address)
+    handle = flavour.do(client.create_snapshot, "abc")
+
+    def stream(request: Any, context: Any) -> Any:
+        wrong_instance(request, context)
+        yield
+
+    peer.scripts |= {"GetSnapshot": wrong_instance, "Fork": wrong_instance, "Generate": stream}
+    for call in (
+        lambda: flavour.do(handle.refresh),
+        lambda: flavour.do(handle.fork, 2),
+        lambda: flavour.do(flavour.do(handle.generate, "x").result),
+    ):
+        handle.gone = None
+        with pytest.raises(SnapshotNotFound) as caught:
+            call()
+        assert handle.gone is caught.value and isinstance(caught.value, FailedPrecondition)
+        assert caught.value.metadata == {"instance": "new"}
+
+
+def test_a_wrong_route_says_nothing_about_a_snapshot_of_a_bare_name(peer: Peer, flavour: Flavour) -> None:
+    peer.scripts["GetSnapshot"] = wrong_instance
+    handle = flavour.client(peer.address, instance="b").snapshot("snapshots/plan-0001")
+    with pytest.raises(WrongInstance):
+        flavour.do(handle.refresh)
+    assert handle.gone is None
 
 
 @pytest.mark.parametrize("route", [{"instance": "a\n"}, {"instance": " a"}, {"session": "päss"}])

@@ -27,7 +27,7 @@ _PROBE = {"type": "function", "function": {"name": "kvforkprobe", "description":
 _ASKED_SECONDS = 30.0  # for a server to say who a caller is
 
 # A place that was kept is gone, or too dear to come to: there is another way to the same tokens.
-_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage, kv.RecomputeLimit)
+_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.CutInsideImage, kv.RecomputeLimit)
 
 
 class Completions:
