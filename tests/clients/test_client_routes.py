@@ -87,16 +87,35 @@ def test_handles_of_several_instances_are_extended_each_at_home(peer: Peer, flav
     assert [info.name for info in extended.snapshots] == [handle.name] * 2
 
 
-def test_leaving_the_block_of_a_handle_whose_server_was_replaced_is_no_error(peer: Peer, flavour: Flavour) -> None:
-    handle = flavour.do(flavour.client(peer.address).create_snapshot, "abc")
-    peer.scripts["DeleteSnapshot"] = lambda request, context: refuse(context, "FAILED_PRECONDITION", "WRONG_INSTANCE")
-    flavour.do(handle.__aexit__ if flavour.runner else handle.__exit__, None, None, None)
-    with pytest.raises(WrongInstance):
-        flavour.do(handle.release)
-
-
 def wrong_instance(request: Any, context: Any) -> None:
     refuse(context, "FAILED_PRECONDITION", "WRONG_INSTANCE", "this is another one", instance="new")
+
+
+def test_what_went_with_its_server_is_let_go_of_as_what_is_gone_already(peer: Peer, flavour: Flavour) -> None:
+    client = flavour.client(peer.address)
+    handle = flavour.do(client.create_snapshot, "abc")
+    peer.scripts |= {"DeleteSnapshot": wrong_instance, "ListSnapshots": wrong_instance}
+    flavour.do(handle.__aexit__ if flavour.runner else handle.__exit__, None, None, None)
+    assert flavour.do(handle.release) == ()
+    assert flavour.do(client.delete_snapshot, handle, allow_missing=True) == ()
+    assert flavour.all(client.list_snapshots, parent=handle) == []
+    with pytest.raises(WrongInstance):
+        flavour.do(client.delete_snapshot, handle)
+
+
+def test_a_release_by_a_wrong_route_is_told_as_nothing_was_released(peer: Peer, flavour: Flavour) -> None:
+    peer.scripts |= {"DeleteSnapshot": wrong_instance, "ListSnapshots": wrong_instance}
+    there = flavour.client(peer.address, instance="b")
+    by_name = there.snapshot("snapshots/plan-0001")
+    leave = by_name.__aexit__ if flavour.runner else by_name.__exit__
+    for call in (
+        lambda: flavour.do(by_name.release),
+        lambda: flavour.do(leave, None, None, None),
+        lambda: flavour.do(there.delete_snapshot, by_name.name, allow_missing=True),
+        lambda: flavour.all(there.list_snapshots, parent=by_name.name),
+    ):
+        with pytest.raises(WrongInstance):
+            call()
 
 
 def test_a_handle_whose_server_began_anew_is_made_again_by_who_catches_what_is_not_found(

@@ -15,7 +15,7 @@ import grpc.aio
 
 from . import calls
 from .connection import AsyncByteStream, AsyncConnection, locally_cancelled, translate
-from .errors import Cancelled, KVForkError, WrongInstance
+from .errors import Cancelled, KVForkError
 from .folding import Folding
 from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
@@ -152,8 +152,6 @@ class AsyncSnapshot(SnapshotHandle):
     ) -> None:
         try:
             await self.release(stop_active=True)
-        except WrongInstance:  # a restart has taken its server's place: there is nothing to let go of
-            return
         except KVForkError:
             if kind is None:  # else the body's own error says more
                 raise

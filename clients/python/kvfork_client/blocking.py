@@ -13,7 +13,7 @@ import grpc
 
 from . import calls
 from .connection import Connection, translate
-from .errors import Cancelled, KVForkError, WrongInstance
+from .errors import Cancelled, KVForkError
 from .folding import Folding
 from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
@@ -147,8 +147,6 @@ class Snapshot(SnapshotHandle):
     ) -> None:
         try:
             self.release(stop_active=True)
-        except WrongInstance:  # a restart has taken its server's place: there is nothing to let go of
-            return
         except KVForkError:
             if kind is None:  # else the body's own error says more
                 raise

@@ -58,12 +58,15 @@ class Call(Generic[R]):
     """One unary call: method path, serialized request, and what makes a value of the reply's bytes.
 
     `instance`: the server that holds the snapshot it is about; empty where it is about none, or nobody knows.
+    `lost`: the answer where another server is in that one's place, as the same server would give it for a snapshot that
+    is gone; None: that is an error.
     """
 
     path: str
     request: bytes
     parse: Callable[[bytes], R]
     instance: str = ""
+    lost: R | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +238,7 @@ def list_snapshots(
         reply = _read(snapshot_pb.ListSnapshotsResponse, data)
         return Page(tuple(decode.snapshot(one) for one in reply.snapshots), reply.next_page_token)
 
-    return _call(SNAPSHOTS + "ListSnapshots", request, parse, parent)
+    return _call(SNAPSHOTS + "ListSnapshots", request, parse, parent, lost=Page((), ""))
 
 
 def update_snapshot(
@@ -314,6 +317,7 @@ def delete_snapshot(
         request,
         lambda data: tuple(_read(snapshot_pb.DeleteSnapshotResponse, data).deleted),
         ref,
+        lost=() if allow_missing else None,
     )
 
 
@@ -375,8 +379,17 @@ def _read(kind: type[M], data: bytes) -> M:
     return kind.FromString(data)
 
 
-def _call(path: str, request: ProtoMessage, parse: Callable[[bytes], R], about: SnapshotRef | None = None) -> Call[R]:
-    return Call(path, request.SerializeToString(), parse, encode.instance_of(about))
+def _call(
+    path: str,
+    request: ProtoMessage,
+    parse: Callable[[bytes], R],
+    about: SnapshotRef | None = None,
+    *,
+    lost: R | None = None,
+) -> Call[R]:
+    """`lost`: as in a `Call`, and of no meaning for a bare name, for which any server may be the wrong one."""
+    instance = encode.instance_of(about)
+    return Call(path, request.SerializeToString(), parse, instance, lost if instance else None)
 
 
 def _input(value: InputLike | None, parent: SnapshotRef | None) -> Any:
