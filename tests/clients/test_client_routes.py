@@ -9,7 +9,8 @@ import grpc
 import pytest
 from contract_peer import Peer, refuse
 from flavours import Flavour
-from kvfork_client import FailedPrecondition, Internal, SnapshotNotFound, Unavailable, WrongInstance
+from kvfork.v1 import types_pb2 as types
+from kvfork_client import FailedPrecondition, Internal, SnapshotInfo, SnapshotNotFound, Unavailable, WrongInstance
 from kvfork_client.status import from_status
 
 INSTANCE, SESSION = "x-kvfork-instance", "x-kvfork-session"
@@ -85,6 +86,40 @@ def test_handles_of_several_instances_are_extended_each_at_home(peer: Peer, flav
     assert asked(peer, 1) == [("ExtendSnapshots", None), ("ExtendSnapshots", "peer")]
     assert extended.missing == ("snapshots/lost-one", "snapshots/lost-two")
     assert [info.name for info in extended.snapshots] == [handle.name] * 2
+
+
+def test_an_instance_that_is_away_lets_no_handle_of_another_one_expire(peer: Peer, flavour: Flavour) -> None:
+    """Handles of three: one is down, one has begun anew, and the last one in the list is there."""
+    kept = peer.keep("abc", types.SnapshotOptions(snapshot_id="kept-0001"))
+    answer = peer.ExtendSnapshots
+
+    def extend(request: Any, context: Any) -> Any:
+        match dict(context.invocation_metadata())[INSTANCE]:
+            case "down":
+                refuse(context, "UNAVAILABLE", text="no healthy upstream")
+            case "old":
+                wrong_instance(request, context)
+        return answer(request, context)
+
+    peer.scripts["ExtendSnapshots"] = extend
+    client = flavour.client(peer.address, retry=False)
+    refs = [SnapshotInfo(name=f"snapshots/{where}-0001", instance=where) for where in ("down", "old", "peer")]
+    refs[2] = flavour.do(client.get_snapshot, kept.name).info
+    told = flavour.do(client.extend_snapshots, refs[1:])
+    assert told.missing == ("snapshots/old-0001",)
+    assert [info.name for info in told.snapshots] == ["snapshots/kept-0001"]
+    before = kept.expire_time.seconds
+    with pytest.raises(Unavailable):
+        flavour.do(client.extend_snapshots, refs, 50)
+    assert kept.expire_time.seconds == before + 50
+
+
+def test_a_handle_that_went_with_its_server_cannot_be_extended(peer: Peer, flavour: Flavour) -> None:
+    handle = flavour.do(flavour.client(peer.address).create_snapshot, "abc")
+    peer.scripts["ExtendSnapshots"] = wrong_instance
+    with pytest.raises(SnapshotNotFound) as caught:
+        flavour.do(handle.extend, 30)
+    assert handle.gone is caught.value
 
 
 def wrong_instance(request: Any, context: Any) -> None:

@@ -11,6 +11,7 @@ from .asynchronous import AsyncGeneration, AsyncSnapshot, created
 from .connection import AsyncConnection
 from .encode import instance_of
 from .endpoint import Tls, endpoint, routed
+from .errors import KVForkError
 from .exchange_wire import export_request
 from .exchanging import AsyncExport, async_imported
 from .generating import GenerateOptions, generate_request
@@ -161,8 +162,16 @@ class AsyncClient:
     async def extend_snapshots(
         self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None
     ) -> Extended:
-        """Keeps any number of snapshots alive. Missing names are told, not raised."""
-        parts = [await self._connection.unary(call, timeout) for call in calls.extend_snapshots(names, ttl=ttl)]
+        """Keeps any number of snapshots alive. Missing names are told, not raised.
+
+        One call for each server that holds some of them; an error of one is raised once all were asked.
+        """
+        parts: list[Extended | KVForkError] = []
+        for call in calls.extend_snapshots(names, ttl=ttl):
+            try:
+                parts.append(await self._connection.unary(call, timeout))
+            except KVForkError as error:  # handles of other servers live on all the same
+                parts.append(error)
         return calls.join_extended(parts)
 
     async def delete_snapshot(

@@ -118,8 +118,8 @@ class AsyncSnapshot(SnapshotHandle):
 
     async def extend(self, ttl: Seconds | None = None) -> Self:
         """More time to live from now; None: its own idle time again. Raises SnapshotNotFound if it is gone."""
-        extended = [await self._ask(call) for call in calls.extend_snapshots([self], ttl=ttl)]
-        joined = calls.join_extended(extended)
+        (call,) = calls.extend_snapshots([self], ttl=ttl)
+        joined = await self._ask(call)
         if not joined.snapshots:
             raise self.vanished()
         self.info = joined.snapshots[0]

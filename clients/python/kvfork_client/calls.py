@@ -20,6 +20,7 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as types_pb
 
 from . import decode, encode, exchange_wire
+from .errors import KVForkError
 from .health import check_request, check_status
 from .messages import (
     InputLike,
@@ -280,29 +281,39 @@ def update_snapshot(
 
 
 def extend_snapshots(refs: Iterable[SnapshotRef], *, ttl: Seconds | None) -> list[Call[Extended]]:
-    """One call per instance and thousand names; the results are to be put together with `join_extended`."""
+    """One call per instance and thousand names, to be made all; `join_extended` puts together what comes of them."""
     by_instance: dict[str, list[SnapshotRef]] = {}
     for ref in refs:
         by_instance.setdefault(encode.instance_of(ref), []).append(ref)
     return [
-        _call(
-            SNAPSHOTS + "ExtendSnapshots",
-            snapshot_pb.ExtendSnapshotsRequest(
-                names=[encode.snapshot_name(ref) for ref in there[start : start + MAX_NAMES_PER_EXTEND]],
-                ttl=None if ttl is None else encode.duration(ttl),
-            ),
-            lambda data: decode.extended(_read(snapshot_pb.ExtendSnapshotsResponse, data)),
-            there[0],
-        )
+        _extend(there[start : start + MAX_NAMES_PER_EXTEND], ttl)
         for there in by_instance.values()
         for start in range(0, len(there), MAX_NAMES_PER_EXTEND)
     ]
 
 
-def join_extended(parts: Sequence[Extended]) -> Extended:
+def _extend(refs: Sequence[SnapshotRef], ttl: Seconds | None) -> Call[Extended]:
+    names = [encode.snapshot_name(ref) for ref in refs]
+    request = snapshot_pb.ExtendSnapshotsRequest(names=names, ttl=None if ttl is None else encode.duration(ttl))
+    return _call(
+        SNAPSHOTS + "ExtendSnapshots",
+        request,
+        lambda data: decode.extended(_read(snapshot_pb.ExtendSnapshotsResponse, data)),
+        refs[0],
+        lost=Extended(snapshots=(), missing=tuple(names)),
+    )
+
+
+def join_extended(parts: Sequence[Extended | KVForkError]) -> Extended:
+    """Raises the first error, which by then has kept no other call from being made."""
+    whole: list[Extended] = []
+    for part in parts:
+        if isinstance(part, KVForkError):
+            raise part
+        whole.append(part)
     return Extended(
-        snapshots=tuple(info for part in parts for info in part.snapshots),
-        missing=tuple(name for part in parts for name in part.missing),
+        snapshots=tuple(info for part in whole for info in part.snapshots),
+        missing=tuple(name for part in whole for name in part.missing),
     )
 
 
