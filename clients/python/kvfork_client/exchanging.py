@@ -75,10 +75,11 @@ def imported(
     connection: Connection, data: Iterable[bytes], options: SaveOptions | None, timeout: float | None
 ) -> Imported[Snapshot]:
     """Sends `data`. What it raises comes out of here, and ends the import."""
+    first = first_request(options)
     failed: list[BaseException] = []
 
     def requests() -> Iterator[bytes]:
-        yield first_request(options)
+        yield first
         try:
             for piece in data:
                 yield from data_requests(piece)
@@ -170,11 +171,12 @@ async def async_imported(
     timeout: float | None,
 ) -> Imported[AsyncSnapshot]:
     """Sends `data`. What it raises comes out of here, and ends the import."""
+    first = first_request(options)
     method: Any = connection.open().stream_unary(IMPORT)
     call = method(timeout=connection.deadline(timeout), metadata=connection.metadata())
     try:
         # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
-        await call.write(first_request(options))
+        await call.write(first)
         async for piece in _async(data):
             for request in data_requests(piece):
                 await call.write(request)
