@@ -91,8 +91,8 @@ def imported(
 
     stop: list[Callable[[], object]] = [lambda: None]
     method: Any = connection.channel.stream_unary(IMPORT)
+    call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
     try:
-        call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
         stop[0] = call.cancel
         if failed:
             call.cancel()
