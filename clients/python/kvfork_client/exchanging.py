@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -175,17 +175,8 @@ async def async_imported(
     method: Any = connection.open().stream_unary(IMPORT)
     call = method(timeout=connection.deadline(timeout), metadata=connection.metadata())
     try:
-        # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
-        await call.write(first)
-        async for piece in _async(data):
-            for request in data_requests(piece):
-                await call.write(request)
-        await call.done_writing()
-    except asyncio.InvalidStateError:
-        pass  # the server has refused it meanwhile; its status says why
-    except grpc.aio.AioRpcError as error:
-        raise translate(error) from None
-    except BaseException:  # of the caller's own, or this task's end
+        await _send(call, first, data)
+    except BaseException:  # of `data`, or this task's end
         call.cancel()
         raise
     try:
@@ -203,6 +194,31 @@ async def async_imported(
         received_bytes=told.received_bytes,
         held_records=told.held_records,
     )
+
+
+async def _send(call: Any, first: bytes, data: Iterable[bytes] | AsyncIterable[bytes]) -> None:
+    """Until all is sent, or nobody takes it any more; the call's status says why. Raises what `data` raises."""
+    # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
+    if not await _taken(call.write(first)):
+        return
+    async for piece in _async(data):
+        for request in data_requests(piece):
+            if not await _taken(call.write(request)):
+                return
+    await _taken(call.done_writing())
+
+
+async def _taken(writing: Awaitable[None]) -> bool:
+    """False if the call has ended meanwhile. Raises CancelledError of this task."""
+    try:
+        await writing
+    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        return False
+    except asyncio.CancelledError:
+        if not locally_cancelled():
+            raise
+        return False
+    return True
 
 
 async def _async(data: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
