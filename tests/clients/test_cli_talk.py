@@ -437,8 +437,8 @@ def test_a_copy_asks_each_side_for_an_instance_of_its_own(
     with Peer() as other:
         assert kvfork("snapshots", "copy", "plan-0001", "--to", other.address) == 0
         assert other.contents == {"snapshots/plan-0001": "abc"}
-        assert {said.get(instance) for said in peer.metadata} == {"here"}
-        assert {said.get(instance) for said in other.metadata} == {None}
+        assert {said.get(instance) for said in peer.metadata} == {"here", "peer"}  # and where it says it is
+        assert {said.get(instance) for said in other.metadata} == {None, "peer"}
         since = len(other.metadata)
         assert kvfork("snapshots", "copy", "plan-0001", "--to", other.address, "--to-instance", "there") == 0
         assert {said.get(instance) for said in other.metadata[since:]} == {"there"}

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from contract_peer import Peer, refuse
 from flavours import Flavour
+from kvfork.v1 import types_pb2 as types
 from kvfork_client import AsyncClient, Cancelled, Client, SaveOptions, SnapshotIdTaken
 
 DATA = [b"snapshots/plan-0001\n", b"abc"]
@@ -63,6 +64,25 @@ def test_what_the_data_raise_comes_out_as_it_is_and_ends_the_import(
         flavour.do(flavour.client(peer.address).import_snapshot, source())
     assert caught.value is error
     assert ended.wait(10)
+
+
+def test_a_copy_takes_one_server_on_each_side_whoever_a_proxy_would_ask(peer: Peer, flavour: Flavour) -> None:
+    """Calls that name no instance may come anywhere: one says which, and the others name that one."""
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    with Peer() as other:
+        here, there = flavour.client(peer.address), flavour.client(other.address)
+        copied = flavour.do(here.copy_snapshot, "snapshots/plan-0001", there)
+        assert copied.snapshot.name == "snapshots/plan-0001" and other.contents == peer.contents
+        assert routes(peer) == [("ExportSnapshot", None), ("ExportSnapshot", "peer")]
+        calls = ["CheckImport", "ImportSnapshot"]
+        assert routes(other) == [("GetServerInfo", None), *((call, "peer") for call in calls)]
+        del other.seen[:], other.metadata[:]
+        flavour.do(here.copy_snapshot, "snapshots/plan-0001", there.routed(instance="b"))
+        assert routes(other) == [(call, "b") for call in calls]
+
+
+def routes(peer: Peer) -> list[tuple[str, str | None]]:
+    return [(name, said.get("x-kvfork-instance")) for (name, _), said in zip(peer.seen, peer.metadata, strict=True)]
 
 
 def test_a_refusal_is_heard_while_the_data_go_on(peer: Peer, flavour: Flavour) -> None:

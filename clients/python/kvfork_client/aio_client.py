@@ -231,12 +231,21 @@ class AsyncClient:
     ) -> Imported[AsyncSnapshot]:
         """Brings a snapshot to another server; only what is missing there travels. Both need the same exchange key.
 
-        `timeout` is that of each of the calls that it takes.
+        Behind a proxy `to` is whichever server answers first, if it is not routed to one. `timeout` is that of each of
+        the calls that it takes.
         """
+        there = await to._one_server(timeout)
         async with self.export_snapshot(name, manifest_only=True, timeout=timeout) as manifest:
-            held = (await to.check_import(await manifest.read(), timeout=timeout)).held
-        async with self.export_snapshot(name, held=held, timeout=timeout) as export:
-            return await to.import_snapshot(export, options=options, timeout=timeout)
+            found = await there.check_import(await manifest.read(), timeout=timeout)
+        source = manifest.summary.snapshot if manifest.summary is not None else name  # says which server holds it
+        async with self.export_snapshot(source, held=found.held, timeout=timeout) as export:
+            return await there.import_snapshot(export, options=options, timeout=timeout)
+
+    async def _one_server(self, timeout: float | None) -> AsyncClient:
+        """For calls that belong together: a proxy may send each of them elsewhere."""
+        if self._connection.where.instance:
+            return self
+        return self.routed(instance=(await self.server_info(timeout=timeout)).instance)
 
     async def count_tokens(
         self,

@@ -227,12 +227,21 @@ class Client:
     ) -> Imported[Snapshot]:
         """Brings a snapshot to another server; only what is missing there travels. Both need the same exchange key.
 
-        `timeout` is that of each of the calls that it takes.
+        Behind a proxy `to` is whichever server answers first, if it is not routed to one. `timeout` is that of each of
+        the calls that it takes.
         """
+        there = to._one_server(timeout)
         with self.export_snapshot(name, manifest_only=True, timeout=timeout) as manifest:
-            held = to.check_import(manifest.read(), timeout=timeout).held
-        with self.export_snapshot(name, held=held, timeout=timeout) as export:
-            return to.import_snapshot(export, options=options, timeout=timeout)
+            found = there.check_import(manifest.read(), timeout=timeout)
+        source = manifest.summary.snapshot if manifest.summary is not None else name  # says which server holds it
+        with self.export_snapshot(source, held=found.held, timeout=timeout) as export:
+            return there.import_snapshot(export, options=options, timeout=timeout)
+
+    def _one_server(self, timeout: float | None) -> Client:
+        """For calls that belong together: a proxy may send each of them elsewhere."""
+        if self._connection.where.instance:
+            return self
+        return self.routed(instance=self.server_info(timeout=timeout).instance)
 
     def count_tokens(
         self,
