@@ -169,7 +169,8 @@ class AsyncClient:
         parts: list[Extended | KVForkError] = []
         for call in calls.extend_snapshots(names, ttl=ttl):
             try:
-                parts.append(await self._connection.unary(call, timeout))
+                part = await self._connection.unary(call, timeout)
+                parts.append(part)
             except KVForkError as error:  # handles of other servers live on all the same
                 parts.append(error)
         return calls.join_extended(parts)
