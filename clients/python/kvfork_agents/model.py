@@ -28,7 +28,7 @@ from openai import APIStatusError, AsyncOpenAI
 from openai.types.responses import ResponseCompletedEvent
 from openai.types.responses.response_prompt_param import ResponsePromptParam
 
-from .conversation import MARK, Item, latest, marked
+from .conversation import MARK, Read
 
 _LABELS = {"kvfork-agents": "answer"}
 _CLOSES = {"role": "assistant", "content": ""}  # the answer's end, where a limit cut it: the turn is still open there
@@ -96,17 +96,15 @@ class SnapshotModel(OpenAIChatCompletionsModel):
         prompt: ResponsePromptParam | None = None,
     ) -> ModelResponse:
         rest = (tools, output_schema, handoffs, tracing, previous_response_id, conversation_id, prompt)
-        items: list[Any] = ItemHelpers.input_to_new_input_list(input)
-        setting = self._setting(system_instructions, model_settings, tools, handoffs)
-        way = _first(items, setting)
+        turn = self._turn(system_instructions, input, model_settings, tools, handoffs)
         while True:
-            system, settings = (None if way.parent else system_instructions), self._asking(model_settings, way)
+            system, items, settings = self._asked(turn)
             try:
-                response = await super().get_response(system, way.items, settings, *rest)
+                response = await super().get_response(system, items, settings, *rest)
             except APIStatusError as refused:
-                way = way.otherwise(refused, items)
+                turn.otherwise(refused)
             else:
-                _mark(response.output, items, setting, way)
+                turn.mark(response.output)
                 return response
 
     async def stream_response(
@@ -123,19 +121,28 @@ class SnapshotModel(OpenAIChatCompletionsModel):
         prompt: ResponsePromptParam | None = None,
     ) -> AsyncIterator[TResponseStreamEvent]:
         rest = (tools, output_schema, handoffs, tracing, previous_response_id, conversation_id, prompt)
-        items: list[Any] = ItemHelpers.input_to_new_input_list(input)
-        setting = self._setting(system_instructions, model_settings, tools, handoffs)
-        way = _first(items, setting)
+        turn = self._turn(system_instructions, input, model_settings, tools, handoffs)
         while True:
-            system, settings = (None if way.parent else system_instructions), self._asking(model_settings, way)
+            system, items, settings = self._asked(turn)
             try:  # a status comes before the first event, or not at all
-                async for event in super().stream_response(system, way.items, settings, *rest):
+                async for event in super().stream_response(system, items, settings, *rest):
                     if isinstance(event, ResponseCompletedEvent):
-                        _mark(event.response.output, items, setting, way)
+                        turn.mark(event.response.output)
                     yield event
                 return
             except APIStatusError as refused:
-                way = way.otherwise(refused, items)
+                turn.otherwise(refused)
+
+    def _turn(
+        self,
+        system: str | None,
+        given: str | list[TResponseInputItem],
+        settings: ModelSettings,
+        tools: list[Tool],
+        handoffs: list[Handoff],
+    ) -> Turn:
+        items: list[Any] = ItemHelpers.input_to_new_input_list(given)
+        return Turn(items, self._setting(system, settings, tools, handoffs), system, settings)
 
     def _setting(self, system: str | None, settings: ModelSettings, tools: list[Tool], handoffs: list[Handoff]) -> Any:
         """What the template is given besides the items."""
@@ -148,32 +155,44 @@ class SnapshotModel(OpenAIChatCompletionsModel):
         effort = settings.reasoning.effort if settings.reasoning is not None else None
         return [str(self.model), system, offered, str(settings.tool_choice), begun, effort]
 
-    def _asking(self, settings: ModelSettings, way: Way) -> ModelSettings:
-        body = _body(settings)
+    def _asked(self, turn: Turn) -> tuple[str | None, list[Any], ModelSettings]:
+        """The first three arguments of a call: instructions, items, settings."""
+        way, body = turn.way, _body(turn.settings)
         own = dict(body.get("kvfork", {}))
         if way.parent:
             own["parent"] = way.parent
         if way.saves:
             own["save"] = {**self._save, "snapshot_id": way.name}
-        return replace(settings, extra_body={**body, "kvfork": own})
+        settings = replace(turn.settings, extra_body={**body, "kvfork": own})
+        return (None if way.parent else turn.system), way.items, settings
 
 
-def _first(items: list[Any], setting: Any) -> Way:
-    place = latest(items, setting)
-    if place is None or place.length == len(items):  # behind a snapshot there must be something to say
-        return Way(items=items, parent=None)
-    return Way(items=items[place.length :], parent=place.snapshot)
+class Turn:
+    """One turn of a conversation: what is to be said, and the `way` in which it is asked now."""
+
+    def __init__(self, items: list[Any], setting: Any, system: str | None, settings: ModelSettings) -> None:
+        self.system = system
+        self.settings = settings
+        self._items = items
+        self._read = Read(items, setting)
+        self.way = Way(items=items, parent=None)
+        place = self._read.latest
+        if place is not None and place.length < len(items):  # behind a snapshot there must be something to say
+            self.way = Way(items=items[place.length :], parent=place.snapshot)
+
+    def otherwise(self, refused: APIStatusError) -> None:
+        """As `Way.otherwise`."""
+        self.way = self.way.otherwise(refused, self._items)
+
+    def mark(self, output: list[Any]) -> None:
+        """Names the kept state in the answer's last item."""
+        if not output or not self.way.saves:
+            return
+        said = ModelResponse(output=output, usage=Usage(), response_id=None).to_input_items()
+        mark = self._read.mark(said, f"snapshots/{self.way.name}")
+        last = output[-1]
+        last.provider_data = {**(getattr(last, "provider_data", None) or {}), MARK: mark}
 
 
 def _body(settings: ModelSettings) -> dict[str, Any]:
     return dict(settings.extra_body) if isinstance(settings.extra_body, Mapping) else {}
-
-
-def _mark(output: list[Any], items: list[Item], setting: Any, way: Way) -> None:
-    """Names the kept state in the answer's last item."""
-    if not output or not way.saves:
-        return
-    said = ModelResponse(output=output, usage=Usage(), response_id=None).to_input_items()
-    mark = marked([*items, *said], setting, f"snapshots/{way.name}")
-    last = output[-1]
-    last.provider_data = {**(getattr(last, "provider_data", None) or {}), MARK: mark}
