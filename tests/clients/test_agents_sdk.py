@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from kvfork_client import Client
 from toolchains import missing
 
-from tests.e2e.live import LiveServer
+from tests.e2e import proxy
+from tests.e2e.live import PATIENCE, LiveServer, until
+from tests.e2e.test_replicas import Replicas
 from tests.gateway.live import LiveGateway
 
 if importlib.util.find_spec("agents") is None:
@@ -54,13 +60,17 @@ class Talk:
         set_tracing_disabled(True)
         self._url, self._streams, self._rules, self._options = gateway.url, streams, rules, options
         self.session = SQLiteSession("talk")
+        self.sent: list[Any] = []  # the bodies of all requests
 
     def ask(self, question: str, **settings: Any) -> tuple[int, int]:
         """(cached tokens of the prompt, tokens of prompt and answer together)."""
         return asyncio.run(self._ask(question, settings))
 
     async def _ask(self, question: str, settings: dict[str, Any]) -> tuple[int, int]:
-        async with openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0) as connection:
+        http = httpx.AsyncClient(event_hooks={"request": [self._note]}, timeout=PATIENCE)
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._url}/v1", api_key="none", max_retries=0, http_client=http
+        ) as connection:
             agent = Agent(
                 name="keeper",
                 instructions=self._rules,
@@ -75,6 +85,9 @@ class Talk:
             else:
                 usage = (await Runner.run(agent, question, session=self.session)).context_wrapper.usage
         return usage.input_tokens_details.cached_tokens, usage.total_tokens
+
+    async def _note(self, request: httpx.Request) -> None:
+        self.sent.append(json.loads(request.content))
 
     @property
     def items(self) -> list[Any]:
@@ -168,3 +181,41 @@ def test_where_no_more_is_kept_answers_come_all_the_same() -> None:
         _, reach = talk.ask("Who is there?")
         assert talk.ask("And now?")[0] == reach
         assert len(talk.names()) == 1
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_a_turn_names_the_server_that_holds_its_parent(
+    server: LiveServer, gateway: LiveGateway, client: Client, streams: bool
+) -> None:
+    talk = Talk(gateway, streams=streams)
+    talk.ask("Who is there?")
+    talk.ask("And now?", extra_body={"kvfork": {"priority": 3}})
+    first, *more = [body["kvfork"] for body in talk.sent]
+    home = client.server_info().instance
+    assert "parent" not in first and "instance" not in first
+    assert {(one["parent"], one["instance"], one["priority"]) for one in more} == {(talk.names()[0], home, 3)}
+
+
+@pytest.mark.slow
+def test_behind_a_proxy_a_turn_goes_on_where_the_one_before_was(tmp_path: Path) -> None:
+    proxy.program()
+    with ExitStack() as stack:
+        replicas = Replicas(tmp_path)
+        stack.callback(replicas.close)
+        for name in ("a", "b"):
+            replicas.start(name)
+        envoy = stack.enter_context(proxy.Envoy(replicas.addresses))
+        until(lambda: len(envoy.healthy()) == 2, what="both replicas to be called healthy")
+        talk = Talk(stack.enter_context(LiveGateway(envoy, "--alias", "*=tiny-gemma3")))
+        reach = 0
+        for number in range(6):
+            cached, further = talk.ask(f"Question {number}?")
+            assert cached == reach
+            reach = further
+        homes = {body["kvfork"]["instance"] for body in talk.sent[1:]}
+        (home,) = homes
+        replicas.kill(home)
+        moved = talk.ask("Are you still there?")  # computed anew on the other one
+        assert moved[0] == 0
+        assert talk.ask("And to stay?")[0] == moved[1]
+        assert {home, talk.sent[-1]["kvfork"]["instance"]} == {"a", "b"}

@@ -21,10 +21,11 @@ _NOT_READ = ("id", "status", "provider_data")  # of an item: what sessions may c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """`length`: of the items, how many the snapshot's state has read."""
+    """`length`: of the items, how many the snapshot's state has read. `instance`: the server that holds it, if told."""
 
     snapshot: str
     length: int
+    instance: str = ""
 
 
 def snapshots_of(items: Iterable[Any]) -> list[str]:
@@ -46,20 +47,25 @@ class Read:
             _add(self._running, item)
             mark = _mark(item)
             if mark is not None and mark.get("digest") == self._running.hexdigest():
-                self.latest = Place(snapshot=mark["snapshot"], length=length)
+                self.latest = Place(snapshot=mark["snapshot"], length=length, instance=_instance(mark))
 
-    def mark(self, said: Iterable[Item], snapshot: str) -> dict[str, str]:
-        """The mark for the last item that was `said` behind these, where `snapshot` is the state."""
+    def mark(self, said: Iterable[Item], snapshot: str, instance: str) -> dict[str, str]:
+        """The mark for the last item that was `said` behind these, where `snapshot` on that server is the state."""
         running = self._running.copy()
         for item in said:
             _add(running, item)
-        return {"snapshot": snapshot, "digest": running.hexdigest()}
+        return {"snapshot": snapshot, "instance": instance, "digest": running.hexdigest()}
 
 
 def _mark(item: Any) -> dict[str, str] | None:
     data = item.get("provider_data") if isinstance(item, Mapping) else None
     mark = data.get(MARK) if isinstance(data, Mapping) else None
     return mark if isinstance(mark, dict) and isinstance(mark.get("snapshot"), str) else None
+
+
+def _instance(mark: Mapping[str, Any]) -> str:
+    instance = mark.get("instance")
+    return instance if isinstance(instance, str) else ""
 
 
 def _add(running: hashlib._Hash, item: Item) -> None:

@@ -8,9 +8,10 @@ there: by going on, by popping items, by branching from an earlier turn, or in a
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from agents import (
     Handoff,
@@ -31,15 +32,21 @@ from openai.types.responses.response_prompt_param import ResponsePromptParam
 from .conversation import MARK, Read
 
 _LABELS = {"kvfork-agents": "answer"}
+_AWAY = (
+    None,
+    "SERVER_DRAINING",
+    "MODEL_LOADING",
+)  # why one server of several takes no call; without a reason, a proxy's
 _CLOSES = {"role": "assistant", "content": ""}  # the answer's end, where a limit cut it: the turn is still open there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way of asking: `items` behind `parent`, or, without one, all of them."""
+    """One way of asking: `items` behind `parent`, or, without one, all of them. `instance`: who holds the parent."""
 
     items: list[Any]
     parent: str | None
+    instance: str = ""
     saves: bool = True
     name: str = field(default_factory=lambda: f"agents-{secrets.token_hex(12)}")  # chosen here, so a stream knows it
 
@@ -50,13 +57,14 @@ class Way:
         if reason == "SNAPSHOT_QUOTA" and self.saves:
             return replace(self, saves=False)
         if reason == "SNAPSHOT_ID_TAKEN" and self.saves:  # a repeated request whose first answer was lost
-            return Way(items=self.items, parent=self.parent)
-        if self.parent is None or refused.status_code not in (400, 404, 409):
+            return Way(items=self.items, parent=self.parent, instance=self.instance)
+        away = refused.status_code == 503 and reason in _AWAY and self.instance  # another server may be there
+        if self.parent is None or not (away or refused.status_code in (400, 404, 409)):
             raise refused
         if reason == "TURN_OPEN" and self.items[:1] != [_CLOSES]:
             return replace(self, items=[_CLOSES, *self.items])
         # Gone, of another server or model, or nothing can be appended there: whatever else is wrong is told once more.
-        return replace(self, items=whole, parent=None)
+        return replace(self, items=whole, parent=None, instance="")
 
 
 class SnapshotModel(OpenAIChatCompletionsModel):
@@ -80,6 +88,7 @@ class SnapshotModel(OpenAIChatCompletionsModel):
     ) -> None:
         """options: of `OpenAIChatCompletionsModel`."""
         super().__init__(model, openai_client, **options)
+        self._turns: WeakValueDictionary[str, Turn] = WeakValueDictionary()  # under way, by the name that they ask for
         self._save = {"ttl": ttl, "durable": durable, "labels": dict(_LABELS if labels is None else labels)}
 
     async def get_response(
@@ -160,11 +169,42 @@ class SnapshotModel(OpenAIChatCompletionsModel):
         way, body = turn.way, _body(turn.settings)
         own = dict(body.get("kvfork", {}))
         if way.parent:
-            own["parent"] = way.parent
+            own |= {"parent": way.parent, "instance": way.instance}
         if way.saves:
             own["save"] = {**self._save, "snapshot_id": way.name}
+            self._turns[way.name] = turn
         settings = replace(turn.settings, extra_body={**body, "kvfork": own})
         return (None if way.parent else turn.system), way.items, settings
+
+    async def _fetch_response(self, *args: Any, **options: Any) -> Any:
+        """The SDK's answer, or its stream of chunks: nothing else that it hands on has what the gateway says of it."""
+        answer: Any = await super()._fetch_response(*args, **options)
+        settings: ModelSettings = args[2]
+        turn = self._turns.get(_body(settings).get("kvfork", {}).get("save", {}).get("snapshot_id"))
+        if turn is None:
+            return answer
+        if not options["stream"]:
+            turn.hear(answer)
+            return answer
+        response, chunks = answer
+        return response, _Heard(chunks, turn.hear)
+
+
+class _Heard(AsyncIterator[Any]):
+    """A stream of chunks, each heard on its way."""
+
+    def __init__(self, chunks: Any, hear: Callable[[Any], None]) -> None:
+        self._chunks = chunks
+        self._hear = hear
+        self.response = getattr(chunks, "response", None)  # its headers are read
+
+    async def __anext__(self) -> Any:
+        chunk = await anext(self._chunks)
+        self._hear(chunk)
+        return chunk
+
+    async def close(self) -> None:
+        await self._chunks.close()
 
 
 class Turn:
@@ -175,21 +215,28 @@ class Turn:
         self.settings = settings
         self._items = items
         self._read = Read(items, setting)
+        self._instance = ""
         self.way = Way(items=items, parent=None)
         place = self._read.latest
         if place is not None and place.length < len(items):  # behind a snapshot there must be something to say
-            self.way = Way(items=items[place.length :], parent=place.snapshot)
+            self.way = Way(items=items[place.length :], parent=place.snapshot, instance=place.instance)
 
     def otherwise(self, refused: APIStatusError) -> None:
         """As `Way.otherwise`."""
         self.way = self.way.otherwise(refused, self._items)
+
+    def hear(self, answer: Any) -> None:
+        """What the gateway says of a completion, or of a chunk of one."""
+        told = (answer.model_extra or {}).get("kvfork")
+        if told is not None:
+            self._instance = told["instance"]
 
     def mark(self, output: list[Any]) -> None:
         """Names the kept state in the answer's last item."""
         if not output or not self.way.saves:
             return
         said = ModelResponse(output=output, usage=Usage(), response_id=None).to_input_items()
-        mark = self._read.mark(said, f"snapshots/{self.way.name}")
+        mark = self._read.mark(said, f"snapshots/{self.way.name}", self._instance)
         last = output[-1]
         last.provider_data = {**(getattr(last, "provider_data", None) or {}), MARK: mark}
 
