@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,18 @@ import pytest
 from kvfork_client import Client
 from toolchains import missing
 
+from service.models import resolve
 from tests.e2e import proxy
 from tests.e2e.live import PATIENCE, LiveServer, until
+from tests.e2e.templates import with_template
 from tests.e2e.test_replicas import Replicas
 from tests.gateway.live import LiveGateway
+from tests.gateway.test_gateway_agents import TOOL, TOOLS_TEMPLATE
 
 if importlib.util.find_spec("agents") is None:
     missing("NO TEST OF THE OPENAI AGENTS SDK: openai-agents is not installed (the dev extra has it)", module=True)
 
-from agents import Agent, ModelSettings, Runner, SQLiteSession, set_tracing_disabled
+from agents import Agent, FunctionTool, ModelSettings, Runner, SQLiteSession, Tool, set_tracing_disabled
 from kvfork_agents import SnapshotModel, snapshots_of
 
 pytestmark = pytest.mark.mlx
@@ -53,12 +56,29 @@ def client(server: LiveServer) -> Iterator[Client]:
             left.release()
 
 
+def tool(*, strict: bool = True, description: str = "") -> FunctionTool:
+    async def weather(_context: Any, arguments: str) -> str:
+        return f"{json.loads(arguments)['city']}: rain"
+
+    schema = TOOL["function"]["parameters"]
+    return FunctionTool("get_weather", description, schema, weather, strict_json_schema=strict)
+
+
 class Talk:
     """An agent and its session; each question is a run with a connection of its own."""
 
-    def __init__(self, gateway: LiveGateway, *, streams: bool = False, rules: str = RULES, **options: Any) -> None:
+    def __init__(
+        self,
+        gateway: LiveGateway,
+        *,
+        streams: bool = False,
+        rules: str = RULES,
+        tools: Sequence[Tool] = (),
+        **options: Any,
+    ) -> None:
         set_tracing_disabled(True)
         self._url, self._streams, self._rules, self._options = gateway.url, streams, rules, options
+        self._tools = list(tools)
         self.session = SQLiteSession("talk")
         self.sent: list[Any] = []  # the bodies of all requests
 
@@ -74,6 +94,7 @@ class Talk:
             agent = Agent(
                 name="keeper",
                 instructions=self._rules,
+                tools=self._tools,
                 model=SnapshotModel("keeper", connection, **self._options),
                 model_settings=ModelSettings(temperature=0, max_tokens=6, include_usage=True, **settings),
             )
@@ -134,6 +155,37 @@ def test_a_conversation_that_reads_otherwise_is_sent_whole(gateway: LiveGateway,
         one.ask("And now?")
         parents.append(client.get_snapshot(one.names()[-1]).info.parent)
     assert talk.names()[0] not in parents[:2] and parents[2] == talk.names()[0]
+
+
+def test_what_the_template_is_given_otherwise_is_another_conversation(tmp_path: Path) -> None:
+    """Tools, their strictness among them, and whatever of the body comes to the template."""
+    tools = [tool(), tool(strict=False), tool(description="Rain or shine.")]
+    low, high = ({"extra_body": {"reasoning_effort": effort}} for effort in ("low", "high"))
+    model = with_template(resolve("tiny-llama"), tmp_path / "caller", TOOLS_TEMPLATE)
+    with LiveServer(model) as server, LiveGateway(server, "--alias", "*=caller") as gateway:
+        first = Talk(gateway, tools=tools[:1])
+        first.ask("Who is there?", **low)
+        went_on = []
+        for offered, settings in ((tools[:1], low), (tools[:1], high), (tools[1:2], low), (tools[2:], low), ([], low)):
+            talk = Talk(gateway, tools=offered)
+            asyncio.run(talk.session.add_items(first.items))
+            talk.ask("And now?", **settings)
+            went_on.append(talk.sent[0]["kvfork"].get("parent"))
+        assert went_on == [*first.names(), None, None, None, None]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_an_answer_that_could_not_be_kept_names_no_snapshot(streams: bool) -> None:
+    room = ("--memory-bytes", "300KiB", "--disk-bytes", "300KiB", "--snapshot-wait", "1")
+    with (
+        LiveServer("tiny-llama", *room) as server,
+        LiveGateway(server, "--alias", "*=tiny-llama") as gateway,
+        server.client() as client,
+    ):
+        talk = Talk(gateway, streams=streams, rules=RULES * 10)
+        talk.ask("Who is there?")
+        assert talk.sent[0]["kvfork"]["save"] and list(client.list_snapshots()) == []
+        assert talk.names() == []
 
 
 def test_a_snapshot_that_is_gone_costs_its_computing_and_no_answer(gateway: LiveGateway, client: Client) -> None:

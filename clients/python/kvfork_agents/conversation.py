@@ -20,12 +20,19 @@ _NOT_READ = ("id", "status", "provider_data")  # of an item: what sessions may c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """`length`: of the items, how many the snapshot's state has read. `instance`: the server that holds it, if told."""
+class Kept:
+    """A snapshot's name, and the server that holds it; "" where nobody said."""
 
     snapshot: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """`length`: of the items, how many the state there has read."""
+
+    kept: Kept
     length: int
-    instance: str = ""
 
 
 def snapshots_of(items: Iterable[Any]) -> list[str]:
@@ -47,14 +54,14 @@ class Read:
             _add(self._running, item)
             mark = _mark(item)
             if mark is not None and mark.get("digest") == self._running.hexdigest():
-                self.latest = Place(snapshot=mark["snapshot"], length=length, instance=_instance(mark))
+                self.latest = Place(kept=_kept(mark), length=length)
 
-    def mark(self, said: Iterable[Item], snapshot: str, instance: str) -> dict[str, str]:
-        """The mark for the last item that was `said` behind these, where `snapshot` on that server is the state."""
+    def mark(self, said: Iterable[Item], kept: Kept) -> dict[str, str]:
+        """The mark for the last item that was `said` behind these, where `kept` is the state."""
         running = self._running.copy()
         for item in said:
             _add(running, item)
-        return {"snapshot": snapshot, "instance": instance, "digest": running.hexdigest()}
+        return {"snapshot": kept.snapshot, "instance": kept.instance, "digest": running.hexdigest()}
 
 
 def _mark(item: Any) -> dict[str, str] | None:
@@ -63,9 +70,9 @@ def _mark(item: Any) -> dict[str, str] | None:
     return mark if isinstance(mark, dict) and isinstance(mark.get("snapshot"), str) else None
 
 
-def _instance(mark: Mapping[str, Any]) -> str:
+def _kept(mark: Mapping[str, Any]) -> Kept:
     instance = mark.get("instance")
-    return instance if isinstance(instance, str) else ""
+    return Kept(snapshot=mark["snapshot"], instance=instance if isinstance(instance, str) else "")
 
 
 def _add(running: hashlib._Hash, item: Item) -> None:

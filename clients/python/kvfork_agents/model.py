@@ -25,11 +25,12 @@ from agents import (
 )
 from agents.agent_output import AgentOutputSchemaBase
 from agents.items import TResponseInputItem, TResponseStreamEvent
+from agents.models.chatcmpl_converter import Converter
 from openai import APIStatusError, AsyncOpenAI
 from openai.types.responses import ResponseCompletedEvent
 from openai.types.responses.response_prompt_param import ResponsePromptParam
 
-from .conversation import MARK, Read
+from .conversation import MARK, Kept, Read
 
 _LABELS = {"kvfork-agents": "answer"}
 _AWAY = (
@@ -155,14 +156,12 @@ class SnapshotModel(OpenAIChatCompletionsModel):
 
     def _setting(self, system: str | None, settings: ModelSettings, tools: list[Tool], handoffs: list[Handoff]) -> Any:
         """What the template is given besides the items."""
-        offered = [
-            (tool.name, getattr(tool, "description", ""), getattr(tool, "params_json_schema", "")) for tool in tools
-        ]
-        offered += [(one.tool_name, one.tool_description, one.input_json_schema) for one in handoffs]
+        offered = [Converter.tool_to_openai(tool) for tool in tools]
+        offered += [Converter.convert_handoff_tool(one) for one in handoffs]
         body = _body(settings)
-        begun = body.get("kvfork", {}).get("parent"), body.get("chat_template_kwargs")
+        begun = body.pop("kvfork", {}).get("parent")
         effort = settings.reasoning.effort if settings.reasoning is not None else None
-        return [str(self.model), system, offered, str(settings.tool_choice), begun, effort]
+        return [str(self.model), system, offered, str(settings.tool_choice), begun, body, effort]
 
     def _asked(self, turn: Turn) -> tuple[str | None, list[Any], ModelSettings]:
         """The first three arguments of a call: instructions, items, settings."""
@@ -215,11 +214,11 @@ class Turn:
         self.settings = settings
         self._items = items
         self._read = Read(items, setting)
-        self._instance = ""
+        self._kept: Kept | None = None
         self.way = Way(items=items, parent=None)
         place = self._read.latest
         if place is not None and place.length < len(items):  # behind a snapshot there must be something to say
-            self.way = Way(items=items[place.length :], parent=place.snapshot, instance=place.instance)
+            self.way = Way(items=items[place.length :], parent=place.kept.snapshot, instance=place.kept.instance)
 
     def otherwise(self, refused: APIStatusError) -> None:
         """As `Way.otherwise`."""
@@ -228,15 +227,15 @@ class Turn:
     def hear(self, answer: Any) -> None:
         """What the gateway says of a completion, or of a chunk of one."""
         told = (answer.model_extra or {}).get("kvfork")
-        if told is not None:
-            self._instance = told["instance"]
+        if told is not None and told["snapshot"] is not None:  # else it could not be kept in the end
+            self._kept = Kept(snapshot=told["snapshot"], instance=told["instance"])
 
     def mark(self, output: list[Any]) -> None:
-        """Names the kept state in the answer's last item."""
-        if not output or not self.way.saves:
+        """Names the kept state in the answer's last item, if it is kept."""
+        if not output or self._kept is None:
             return
         said = ModelResponse(output=output, usage=Usage(), response_id=None).to_input_items()
-        mark = self._read.mark(said, f"snapshots/{self.way.name}", self._instance)
+        mark = self._read.mark(said, self._kept)
         last = output[-1]
         last.provider_data = {**(getattr(last, "provider_data", None) or {}), MARK: mark}
 
