@@ -109,7 +109,8 @@ def _written(name: str) -> Iterator[BinaryIO]:
     path = Path(name).expanduser()
     beside = path.with_name(path.name + PART)
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        beside.unlink(missing_ok=True)  # of a run that was killed: its mode, or what it links to, may be anybody's
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             yield file
         beside.replace(path)

@@ -444,6 +444,27 @@ def test_a_copy_asks_each_side_for_an_instance_of_its_own(
         assert {said.get(instance) for said in other.metadata[since:]} == {"there"}
 
 
+@pytest.mark.parametrize("left", ["a file for all", "a link"])
+def test_an_export_is_for_its_owner_alone_whatever_was_left_there(
+    peer: Peer, kvfork: Kvfork, tmp_path: Path, left: str
+) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    file, part, other = tmp_path / "plan.kvx", tmp_path / "plan.kvx.part", tmp_path / "other"
+    other.write_text("as it was")
+    if left == "a link":
+        part.symlink_to(other)
+    else:
+        part.write_text("half of an export")
+        part.chmod(0o644)
+    assert kvfork("snapshots", "export", "plan-0001", str(file)) == 0
+    assert (file.read_text(), file.is_symlink(), file.stat().st_mode & 0o777) == (
+        "snapshots/plan-0001\nabc",
+        False,
+        0o600,
+    )
+    assert other.read_text() == "as it was" and sorted(tmp_path.iterdir()) == [other, file]
+
+
 def test_stats_for_people_and_for_programs(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
     assert kvfork("stats") == 0
     shown = capsys.readouterr().out
