@@ -61,6 +61,11 @@ def test_what_is_kept_takes_no_room_from_a_call() -> None:
         saved = client.chat.completions.create(**asked, messages=history, extra_body={"kvfork": {"save": True}})
         assert saved.model_extra["kvfork"]["snapshot"]
         assert saved.usage.prompt_tokens_details.cached_tokens >= kept[0]
+        # The server is full. A second save takes the place of what is kept, and a fourth one has none to take.
+        for number in (2, 3):
+            saved = client.chat.completions.create(**asked, messages=history, extra_body={"kvfork": {"save": True}})
+            assert saved.model_extra["kvfork"]["snapshot"], number
+            assert lengths(server) == []
         with pytest.raises(openai.RateLimitError) as caught:
             client.chat.completions.create(**asked, messages=history, extra_body={"kvfork": {"save": True}})
         assert caught.value.code == "rate_limit_exceeded"

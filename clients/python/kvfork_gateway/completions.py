@@ -91,9 +91,10 @@ class Completions:
                     raise
                 self._keeper.forget(place)
             except kv.SnapshotQuota:
-                if sparing:
+                # What was asked for goes before what is kept for the next time: what would be, then what is.
+                if sparing and (save is None or not self._keeper.give_up(caller)):
                     raise
-                sparing = True  # what was asked for goes before what is kept for the next time
+                sparing = True
                 await self._keeper.settle()
 
     async def close(self) -> None:

@@ -115,6 +115,12 @@ class Keeper:
         """The snapshots there are of no use."""
         self._let_go(self._conversations.drop(place.entry))
 
+    def give_up(self, caller: Caller) -> bool:
+        """Lets go of all that is kept for a caller. False if that is nothing."""
+        gone = self._conversations.drop_all(caller)
+        self._let_go(gone)
+        return bool(gone)
+
     def remember(
         self,
         completion: Completion,
