@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import json
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,7 +60,7 @@ def tool(*, strict: bool = True, description: str = "") -> FunctionTool:
     async def weather(_context: Any, arguments: str) -> str:
         return f"{json.loads(arguments)['city']}: rain"
 
-    schema = TOOL["function"]["parameters"]
+    schema = copy.deepcopy(TOOL["function"]["parameters"])  # which the SDK changes where it is to be strict
     return FunctionTool("get_weather", description, schema, weather, strict_json_schema=strict)
 
 
@@ -74,11 +74,13 @@ class Talk:
         streams: bool = False,
         rules: str = RULES,
         tools: Sequence[Tool] = (),
+        model: str = "keeper",
+        max_tokens: int = 6,
         **options: Any,
     ) -> None:
         set_tracing_disabled(True)
         self._url, self._streams, self._rules, self._options = gateway.url, streams, rules, options
-        self._tools = list(tools)
+        self._tools, self._model, self._max_tokens = list(tools), model, max_tokens
         self.session = SQLiteSession("talk")
         self.sent: list[Any] = []  # the bodies of all requests
 
@@ -95,8 +97,10 @@ class Talk:
                 name="keeper",
                 instructions=self._rules,
                 tools=self._tools,
-                model=SnapshotModel("keeper", connection, **self._options),
-                model_settings=ModelSettings(temperature=0, max_tokens=6, include_usage=True, **settings),
+                model=SnapshotModel(self._model, connection, **self._options),
+                model_settings=ModelSettings(
+                    temperature=0, max_tokens=self._max_tokens, include_usage=True, **settings
+                ),
             )
             if self._streams:
                 streamed = Runner.run_streamed(agent, question, session=self.session)
@@ -201,8 +205,8 @@ def test_a_snapshot_that_is_gone_costs_its_computing_and_no_answer(gateway: Live
 def test_a_name_that_a_lost_answer_took_is_not_taken_again(
     gateway: LiveGateway, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk, drawn = Talk(gateway), iter(["one", "one", "two"])
-    monkeypatch.setattr(secrets, "token_hex", lambda _length=None: next(drawn))
+    talk, drawn = Talk(gateway), iter(["agents-one", "agents-one", "agents-two"])
+    monkeypatch.setattr("kvfork_agents.model._new_name", lambda: next(drawn))
     _, reach = talk.ask("Who is there?")
     assert talk.ask("And now?")[0] == reach
     assert talk.names() == ["snapshots/agents-one", "snapshots/agents-two"]
@@ -271,3 +275,41 @@ def test_behind_a_proxy_a_turn_goes_on_where_the_one_before_was(tmp_path: Path) 
         assert moved[0] == 0
         assert talk.ask("And to stay?")[0] == moved[1]
         assert {home, talk.sent[-1]["kvfork"]["instance"]} == {"a", "b"}
+
+
+def shown_items() -> list[Any]:
+    """Earlier turns in which the tool was called, as a session holds them."""
+    items: list[Any] = []
+    for number, city in enumerate(("Rome", "Cairo")):
+        call = {"type": "function_call", "call_id": f"shown-{number}", "name": "get_weather"}
+        items += [
+            {"role": "user", "content": f"What is the weather in {city}?"},
+            {**call, "arguments": json.dumps({"city": city})},
+            {"type": "function_call_output", "call_id": f"shown-{number}", "output": "sunny"},
+            {"role": "assistant", "content": "It is sunny."},
+        ]
+    return items
+
+
+@pytest.mark.slow
+def test_a_run_with_a_tool_goes_on_behind_each_of_its_answers(tmp_path: Path) -> None:
+    """A call, its result and the answer are two requests. Both answers end by themselves, so the next turn is one."""
+    template = TOOLS_TEMPLATE.replace(
+        "tool.function | tojson",
+        "{'name': tool.function.name, 'parameters': tool.function.parameters} | tojson",
+    )
+    model = with_template(resolve("smollm2"), tmp_path / "smollm2", template)
+    with LiveServer(model) as server, LiveGateway(server) as gateway, server.client() as client:
+        for streams in (False, True):
+            talk = Talk(gateway, streams=streams, model="smollm2", rules="", tools=[tool(strict=False)], max_tokens=60)
+            asyncio.run(talk.session.add_items(shown_items()))
+            cached, _ = talk.ask("What is the weather in Paris?")
+            results = [item["output"] for item in talk.items if item.get("type") == "function_call_output"]
+            assert results == ["sunny", "sunny", "Paris: rain"]
+            call, answer = map(client.get_snapshot, talk.names())
+            assert cached == call.token_count and answer.parent == call.name
+            assert talk.ask("Thank you.")[0] == answer.token_count
+            assert [body["kvfork"].get("parent") for body in talk.sent] == [None, call.name, answer.name]
+            assert [[m["role"] for m in body["messages"]] for body in talk.sent[1:]] == [["tool"], ["user"]]
+            for left in list(client.list_snapshots()):
+                left.release()

@@ -41,6 +41,10 @@ _AWAY = (
 _CLOSES = {"role": "assistant", "content": ""}  # the answer's end, where a limit cut it: the turn is still open there
 
 
+def _new_name() -> str:
+    return f"agents-{secrets.token_hex(12)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way of asking: `items` behind `parent`, or, without one, all of them. `instance`: who holds the parent."""
@@ -49,7 +53,7 @@ class Way:
     parent: str | None
     instance: str = ""
     saves: bool = True
-    name: str = field(default_factory=lambda: f"agents-{secrets.token_hex(12)}")  # chosen here, so a stream knows it
+    name: str = field(default_factory=lambda: _new_name())  # chosen here, so that an answer is told by it
 
     def otherwise(self, refused: APIStatusError, whole: list[Any]) -> Way:
         """Another way after a refusal, which came before any work. Raises it where nothing of this module's is why."""
