@@ -15,9 +15,9 @@ import httpx
 import openai
 import pytest
 from kvfork_client import Client
-from toolchains import missing
 
 from service.models import resolve
+from tests.absent import missing
 from tests.e2e import proxy
 from tests.e2e.live import PATIENCE, LiveServer, until
 from tests.e2e.templates import with_template
