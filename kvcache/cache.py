@@ -212,6 +212,7 @@ class PrefixCache(NamedSnapshots):
     ) -> PutResult | None:
         """Hands state of a held node to the store; may be repeated. The first refusal that matters, if any."""
         lost: PutResult | None = None
+        refused: list[RecordKind] = []
         self.follow(node)  # so that none of it makes room for the rest
         for kind, payload in payloads.items():
             asked = explicit and kind not in passing
@@ -224,12 +225,15 @@ class PrefixCache(NamedSnapshots):
                 in_memory=kind in in_memory,
             )
             if not result.held:
-                node.note_lost(kind, MissReason.NOT_WRITTEN)
+                refused.append(kind)
                 if lost is None and asked == explicit:
                     lost = result
-        self.store.arrange([self._stock.place_of(node)])
-        self._stock.kept(node)
-        self.unfollow(node)
+        with self._lock:  # a run and an import may be at the same node
+            for kind in refused:
+                node.note_lost(kind, MissReason.NOT_WRITTEN)
+            self.store.arrange([self._stock.place_of(node)])
+            self._stock.kept(node)
+            self._stock.unfollow(node)
         return lost
 
     def thin(self, newest: Node) -> None:

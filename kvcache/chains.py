@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 
 from kvcache.blocks import BLOCK_TOKENS, BlockKey
 from kvcache.note_codec import NodeNote
-from kvcache.schedule import trimmed_schedule
+from kvcache.schedule import trimmed_from, trimmed_schedule
 from kvcache.tree import BlockTree, Node
 
 
@@ -80,9 +80,9 @@ def build_chain(
     for _, note in reversed(chain):
         built = tree.add(built, note.tokens, note.schedule)
         if note.borrows is not None and built.borrows is None:
-            whole = build_chain(tree, note.borrows, notes, roots, key_ids)
-            assert whole is not None, "looked at before"
-            built.borrows = whole.borrows or whole  # notes of earlier versions name a piece that borrows itself
+            # Earlier versions noted the piece that a piece was cut from; the schedule always names the whole block.
+            built.borrows = build_chain(tree, trimmed_from(note.schedule), notes, roots, key_ids)
+            assert built.borrows is not None, "looked at before"
             built.borrows.holds += 1
     return built
 

@@ -42,6 +42,7 @@ class Usage:
         assert self.cached_tokens + self.recomputed_tokens + self.new_tokens == self.prompt_tokens, self
         assert 0 <= self.image_tokens <= self.prompt_tokens, self
         assert 0 <= self.grid_tokens <= self.recomputed_tokens, self
+        assert min(self.cached_tokens, self.memory_tokens, self.disk_tokens) >= 0, self
 
 
 def lost_to_grid(position: int, known: int, kept: int = 0) -> int:

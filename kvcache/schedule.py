@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvcache.blocks import BLOCK_TOKENS
+from kvcache.blocks import BLOCK_TOKENS, BlockKey
 from kvcache.layout import CacheLayout
 from kvcache.media import MediaSpan, cut_inside, spans_of
 
@@ -89,6 +89,12 @@ def decode_schedule(nonce: bytes) -> bytes:
 def trimmed_schedule(source: bytes) -> bytes:
     """A block cut short from a longer one that was computed whole."""
     return b"T" + source
+
+
+def trimmed_from(schedule: bytes) -> BlockKey:
+    """The key of the whole block, from the schedule of one that was cut short."""
+    assert schedule[:1] == b"T", schedule
+    return BlockKey(schedule[1:])
 
 
 def continued_schedule(tail: bytes, block_start: int, tail_end: int, block_end: int, ends: Iterable[int]) -> bytes:

@@ -357,8 +357,10 @@ def _fork_usage(usages: list[Usage], *, parent_tokens: int, parent_images: int) 
     prompt = parent_tokens + sum(u.prompt_tokens - parent_tokens for u in usages)
     new = sum(u.new_tokens for u in usages)
     cached = prompt - dearest.recomputed_tokens - new
-    shared = min(parent_tokens, *(u.disk_tokens for u in usages))  # the parent's, which each branch tells of
-    disk = shared + sum(u.disk_tokens - shared for u in usages)
+    # Each tells of the parent, which may change its tier in between: the branch counts that read most of it from disk.
+    of_parent = [min(u.disk_tokens, parent_tokens) for u in usages]
+    beyond = sum(u.disk_tokens - part for u, part in zip(usages, of_parent, strict=True))
+    disk = min(cached, max(of_parent) + beyond)
     return replace(
         dearest,
         prompt_tokens=prompt,

@@ -30,6 +30,7 @@ DEFAULT_BLOCKTIME_MS = "1"
 _lock = threading.Lock()
 _process = ctypes.CDLL(None)
 _M_MMAP_THRESHOLD = -3  # malloc.h
+_MKL_NAME_BYTES = 198  # what its manual asks for
 _report: "CpuReport | None" = None
 
 
@@ -79,6 +80,20 @@ def mlx() -> ModuleType:
             # A CUDA build without a GPU computes on the CPU after all.
             _report = dataclasses.replace(report, accelerator="cpu", compute_dtype="float32")
     return mx
+
+
+def arithmetic() -> tuple[str, ...]:
+    """All but the software's versions that the last bits of a computation depend on, in this process."""
+    mx = mlx()
+    report = prepare()
+    facts = [report.accelerator, str(mx.device_info()["architecture"]), f"compile {report.compile_enabled}"]
+    if report.blas is not None:
+        library = ctypes.CDLL(str(report.blas))
+        name = ctypes.create_string_buffer(_MKL_NAME_BYTES)
+        library.MKL_Get_Version_String(name, _MKL_NAME_BYTES)
+        # The branch is the kind of processor that it computes for, where the mode leaves that to MKL.
+        facts += [name.value.decode(), f"{report.cbwr} {library.MKL_CBWR_Get_Auto_Branch()}"]
+    return tuple(facts)
 
 
 def trim_heap() -> None:

@@ -82,7 +82,10 @@ def load(folder: Path):
     facts = ModelFacts(
         layout=layout,
         fingerprint=fingerprint_of(
-            folder, layout, report.compute_dtype or "stored", packages=() if family is None else ("mlx-vlm", "numpy")
+            folder,
+            layout,
+            (report.compute_dtype or "stored", *cpu.arithmetic()),
+            packages=() if family is None else ("mlx-vlm", "numpy"),
         ),
         context_tokens=int(text.get("max_position_embeddings") or 4096),
         vocab_size=vocab_size,
@@ -95,9 +98,10 @@ def load(folder: Path):
     return model, facts
 
 
-def fingerprint_of(folder: Path, layout: CacheLayout, dtype: str, packages: Sequence[str] = ()) -> str:
-    """32 hex digits over every file of the model that decides its state; `packages` compute besides mlx and mlx-lm.
+def fingerprint_of(folder: Path, layout: CacheLayout, arithmetic: Sequence[str], packages: Sequence[str] = ()) -> str:
+    """32 hex digits over every file of the model that decides its state, and what computes it.
 
+    `arithmetic`: dtype and what else of this machine decides last bits; `packages` compute besides mlx and mlx-lm.
     The last fact counts the changes of our own that give other bits.
     """
     digest = hashlib.sha256()
@@ -108,7 +112,7 @@ def fingerprint_of(folder: Path, layout: CacheLayout, dtype: str, packages: Sequ
                 while block := file.read(_READ):
                     digest.update(block)
     versions = [version(name) for name in ("mlx", "mlx-lm", *packages)]
-    for fact in (layout.describe(), dtype, *versions, "kvfork-state-3"):
+    for fact in (layout.describe(), *arithmetic, *versions, "kvfork-state-3"):
         digest.update(b"\0" + fact.encode())
     return digest.hexdigest()[:32]
 

@@ -28,42 +28,42 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_fingerprint_is_the_same_as_long_as_nothing_that_matters_changed(folder: Path) -> None:
-    first = fingerprint_of(folder, LAYOUT, "float32")
+    first = fingerprint_of(folder, LAYOUT, ["float32"])
     assert (len(first), set(first) <= set("0123456789abcdef")) == (32, True)
     (folder / "kvfork.json").write_text("when it was converted")
     (folder / "README.md").write_text("about it")
     (folder / "model.safetensors").touch()
-    assert fingerprint_of(folder, LAYOUT, "float32") == first
+    assert fingerprint_of(folder, LAYOUT, ["float32"]) == first
 
 
 def test_anything_that_state_depends_on_changes_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = [fingerprint_of(folder, LAYOUT, "float32"), fingerprint_of(folder, LAYOUT, "bfloat16")]
+    seen = [fingerprint_of(folder, LAYOUT, facts) for facts in (["float32"], ["bfloat16"], ["float32", "a BLAS"])]
     for window in (511, 513):
         other = CacheLayout((LayerSpec(LayerKind.FULL), LayerSpec(LayerKind.WINDOW, window)))
-        seen.append(fingerprint_of(folder, other, "float32"))
+        seen.append(fingerprint_of(folder, other, ["float32"]))
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "adapter.safetensors"):
         path = folder / name
         before = path.read_bytes() if path.exists() else None
         path.write_bytes((before or b"")[:-1] + b"!")
-        seen.append(fingerprint_of(folder, LAYOUT, "float32"))
+        seen.append(fingerprint_of(folder, LAYOUT, ["float32"]))
         if before is None:
             path.unlink()
         else:
             path.write_bytes(before)
     (folder / "config.json").rename(folder / "configuration.json")
-    seen.append(fingerprint_of(folder, LAYOUT, "float32"))
+    seen.append(fingerprint_of(folder, LAYOUT, ["float32"]))
     (folder / "configuration.json").rename(folder / "config.json")
-    assert fingerprint_of(folder, LAYOUT, "float32") == seen[0]
+    assert fingerprint_of(folder, LAYOUT, ["float32"]) == seen[0]
     for package in ("mlx", "mlx-lm"):
         monkeypatch.setattr(loading, "version", lambda name, package=package: "9" if name == package else "0")
-        seen.append(fingerprint_of(folder, LAYOUT, "float32"))
+        seen.append(fingerprint_of(folder, LAYOUT, ["float32"]))
     assert len(set(seen)) == len(seen)
 
 
 def test_large_files_are_read_to_their_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fingerprint_of(folder, LAYOUT, "float32")
+    whole = fingerprint_of(folder, LAYOUT, ["float32"])
     monkeypatch.setattr(loading, "_READ", 3)
-    assert fingerprint_of(folder, LAYOUT, "float32") == whole
+    assert fingerprint_of(folder, LAYOUT, ["float32"]) == whole
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Several records read at once, on one thread or two: the same answers, in order, and each its own error."""
+"""Records read from files: a piece at a time, several on one thread or two, each answer or error in its place."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from storage_doubles import FaultyStorage, payload, record
 from kvcache.errors import CorruptRecord, UnreadableRecord
 from kvcache.reading import WORTH_SHARING_BYTES, Reader
 from kvcache.records import Name
-from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
+from kvcache.seal import PIECE_BYTES, AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import Extent, SegmentLog
 from kvcache.storage import FileStorage
 
 LARGE = WORTH_SHARING_BYTES // 2
+SIZES = [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 100]
 
 
 class Watched(FaultyStorage):
-    """Notes which threads read, and the most that were in there at once."""
+    """Notes which threads read, and flips a bit of what they get."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(FileStorage(folder))
         self.threads: set[int] = set()
-        self.garbled: set[int] = set()  # offsets
+        self.garbled: set[int] = set()  # offsets in any segment
 
     def read_into(self, segment: int, offset: int, buffer: memoryview) -> int:
         self.threads.add(threading.get_ident())
         count = super().read_into(segment, offset, buffer)
         for at in self.garbled:
-            if offset <= at + 100 < offset + count:
-                buffer[at + 100 - offset] ^= 1
+            if offset <= at < offset + count:
+                buffer[at - offset] ^= 1
         return count
 
 
@@ -64,14 +65,13 @@ def test_every_record_comes_back_in_its_place(log: tuple[SegmentLog, Watched], c
 def test_what_is_damaged_is_an_error_in_its_own_place(log: tuple[SegmentLog, Watched]) -> None:
     segments, storage = log
     wanted = write(segments, 6, LARGE)
-    storage.garbled = {extent.offset for _, extent in (wanted[1], wanted[4])}
-    storage.garbled -= {extent.offset for n, (_, extent) in enumerate(wanted) if n not in (1, 4)}
+    assert len({extent.segment for _, extent in wanted}) == 1
+    storage.garbled = {extent.offset + 100 for _, extent in (wanted[1], wanted[4])}
     reader = Reader(segments)
     answers = reader.read(wanted)
     reader.close()
     bad = [n for n, answer in enumerate(answers) if isinstance(answer, CorruptRecord)]
-    same_place = [n for n, (_, extent) in enumerate(wanted) if extent.offset in storage.garbled]
-    assert bad == same_place and bad
+    assert bad == [1, 4]
     good = {n: bytes(answer) for n, answer in enumerate(answers) if n not in bad}  # type: ignore[arg-type]
     assert good == {n: payload(n, LARGE) for n in good}
 
@@ -95,3 +95,36 @@ def test_a_system_that_cannot_read_at_a_place_gives_the_same_bytes(
     reader = Reader(segments)
     assert [bytes(answer) for answer in reader.read(wanted)] == [payload(n, LARGE) for n in range(6)]  # type: ignore[arg-type]
     reader.close()
+
+
+def write_sizes(segments: SegmentLog) -> list[tuple[Name, Extent, bytes]]:
+    """One record of each size."""
+    made = [(record(size), payload(size, size)) for size in SIZES]
+    return [(name, segments.append(name, data), data) for name, data in made]
+
+
+def test_records_of_any_size_come_back_in_any_order(log: tuple[SegmentLog, Watched]) -> None:
+    segments, _ = log
+    wanted = write_sizes(segments)
+    for name, extent, data in (*wanted, *reversed(wanted)):
+        assert bytes(segments.read(name, extent)) == data
+
+
+def test_what_was_read_stays_while_others_are_read(log: tuple[SegmentLog, Watched]) -> None:
+    segments, _ = log
+    wanted = write_sizes(segments)
+    together = [segments.read(name, extent) for name, extent, _ in wanted]
+    assert [bytes(read) for read in together] == [data for _, _, data in wanted]
+
+
+def test_a_bit_flipped_at_the_edge_of_any_piece_is_noticed(log: tuple[SegmentLog, Watched]) -> None:
+    segments, storage = log
+    for name, extent, data in write_sizes(segments):
+        edges = {at + side for at in range(0, extent.length, PIECE_BYTES) for side in (-1, 0, 1, 63, 64, 65)}
+        for at in sorted({*edges, extent.length - 16, extent.length - 17, extent.length - 1}):
+            if 0 <= at < extent.length:
+                storage.garbled = {extent.offset + at}
+                with pytest.raises(CorruptRecord):
+                    segments.read(name, extent)
+        storage.garbled = set()
+        assert bytes(segments.read(name, extent)) == data

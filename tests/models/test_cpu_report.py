@@ -55,6 +55,15 @@ def test_mkl_is_loaded_in_a_strict_mode_unless_the_user_chose_one() -> None:
 
 
 @_ON_LINUX_X86
+def test_whatever_last_bits_depend_on_is_told_apart() -> None:
+    code = "import json; from service.engine import cpu; print(json.dumps(cpu.arithmetic()))"
+    usual = _run(code)
+    assert _run(code) == usual
+    others = [_run(code, MKL_CBWR="COMPATIBLE"), _run(code, MLX_DISABLE_COMPILE="1"), _run("import mlx.core\n" + code)]
+    assert len({tuple(facts) for facts in (usual, *others)}) == 4
+
+
+@_ON_LINUX_X86
 def test_a_late_call_says_that_it_came_too_late() -> None:
     report = _run("import mlx.core\n" + _REPORT)
     assert report["mlx_was_imported"]

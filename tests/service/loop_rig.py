@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -276,3 +277,15 @@ class LoopRig:
         self.store.flush(0.0)
         for data in self.storage.segments.values():
             data[:] = bytes(len(data))
+
+
+def prompt_of(length: int, seed: object = 1) -> list[int]:
+    rng = random.Random(repr(seed))
+    return [rng.randrange(400) for _ in range(length)]
+
+
+WAYS = {
+    "stop": lambda rig, heard: rig.loop.stop(heard.row),
+    "cancel": lambda rig, heard: rig.loop.cancel(heard.row),
+    "cancel and save": lambda rig, heard: rig.loop.cancel(heard.row, save=True),
+}

@@ -12,8 +12,7 @@ from kvcache.restore import RestorePlan
 from service.plan import RowId
 from service.restores import Read, Restores
 from service.scheduler import State
-from tests.service.loop_rig import Heard, LoopRig
-from tests.service.test_loop import prompt_of
+from tests.service.loop_rig import Heard, LoopRig, prompt_of
 
 
 class Asked:
