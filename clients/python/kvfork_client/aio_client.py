@@ -14,6 +14,7 @@ from .endpoint import Tls, endpoint, routed
 from .errors import KVForkError
 from .exchange_wire import export_request
 from .exchanging import AsyncExport, async_imported
+from .extending import extend_calls, join_extended
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
 from .values import (
@@ -167,13 +168,13 @@ class AsyncClient:
         One call for each server that holds some of them; an error of one is raised once all were asked.
         """
         parts: list[Extended | KVForkError] = []
-        for call in calls.extend_snapshots(names, ttl=ttl):
+        for call in extend_calls(names, ttl=ttl):
             try:
                 part = await self._connection.unary(call, timeout)
                 parts.append(part)
             except KVForkError as error:  # handles of other servers live on all the same
                 parts.append(error)
-        return calls.join_extended(parts)
+        return join_extended(parts)
 
     async def delete_snapshot(
         self,

@@ -118,11 +118,10 @@ class AsyncSnapshot(SnapshotHandle):
 
     async def extend(self, ttl: Seconds | None = None) -> Self:
         """More time to live from now; None: its own idle time again. Raises SnapshotNotFound if it is gone."""
-        (call,) = calls.extend_snapshots([self], ttl=ttl)
-        joined = await self._ask(call)
-        if not joined.snapshots:
+        extended = await self._ask(calls.extend_snapshots([self], ttl=ttl))
+        if not extended.snapshots:
             raise self.vanished()
-        self.info = joined.snapshots[0]
+        self.info = extended.snapshots[0]
         return self
 
     async def update(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,6 @@ from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as types_pb
 
 from . import decode, encode, exchange_wire
-from .errors import KVForkError
 from .health import check_request, check_status
 from .messages import (
     InputLike,
@@ -51,7 +50,6 @@ R = TypeVar("R")
 INFERENCE = "/kvfork.v1.InferenceService/"
 SNAPSHOTS = "/kvfork.v1.SnapshotService/"
 SERVER = "/kvfork.v1.ServerService/"
-MAX_NAMES_PER_EXTEND = 1000  # the contract's bound on ExtendSnapshotsRequest.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,19 +278,8 @@ def update_snapshot(
     )
 
 
-def extend_snapshots(refs: Iterable[SnapshotRef], *, ttl: Seconds | None) -> list[Call[Extended]]:
-    """One call per instance and thousand names, to be made all; `join_extended` puts together what comes of them."""
-    by_instance: dict[str, list[SnapshotRef]] = {}
-    for ref in refs:
-        by_instance.setdefault(encode.instance_of(ref), []).append(ref)
-    return [
-        _extend(there[start : start + MAX_NAMES_PER_EXTEND], ttl)
-        for there in by_instance.values()
-        for start in range(0, len(there), MAX_NAMES_PER_EXTEND)
-    ]
-
-
-def _extend(refs: Sequence[SnapshotRef], ttl: Seconds | None) -> Call[Extended]:
+def extend_snapshots(refs: Sequence[SnapshotRef], *, ttl: Seconds | None) -> Call[Extended]:
+    """Of one server's and no more than the contract allows in a call; `extending` makes such calls of any."""
     names = [encode.snapshot_name(ref) for ref in refs]
     request = snapshot_pb.ExtendSnapshotsRequest(names=names, ttl=None if ttl is None else encode.duration(ttl))
     return _call(
@@ -301,19 +288,6 @@ def _extend(refs: Sequence[SnapshotRef], ttl: Seconds | None) -> Call[Extended]:
         lambda data: decode.extended(_read(snapshot_pb.ExtendSnapshotsResponse, data)),
         refs[0],
         lost=Extended(snapshots=(), missing=tuple(names)),
-    )
-
-
-def join_extended(parts: Sequence[Extended | KVForkError]) -> Extended:
-    """Raises the first error, which by then has kept no other call from being made."""
-    whole: list[Extended] = []
-    for part in parts:
-        if isinstance(part, KVForkError):
-            raise part
-        whole.append(part)
-    return Extended(
-        snapshots=tuple(info for part in whole for info in part.snapshots),
-        missing=tuple(name for part in whole for name in part.missing),
     )
 
 

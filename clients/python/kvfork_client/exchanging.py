@@ -13,7 +13,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,7 +24,9 @@ from .connection import AsyncConnection, Connection, locally_cancelled, translat
 from .errors import Cancelled
 from .exchange_wire import IMPORT, data_requests, first_request, read_imported, read_piece
 from .messages import SaveOptions
-from .values import ExportSummary, Imported
+from .values import ExportSummary, Imported, SnapshotInfo
+
+H = TypeVar("H")
 
 
 class Export(Iterator[bytes]):
@@ -104,12 +106,7 @@ def imported(
     except BaseException:  # an interrupt: nobody waits for the reply any more
         call.cancel()
         raise
-    return Imported(
-        snapshot=Snapshot(connection, told.snapshot),
-        received_records=told.received_records,
-        received_bytes=told.received_bytes,
-        held_records=told.held_records,
-    )
+    return _handed(told, Snapshot(connection, told.snapshot))
 
 
 class AsyncExport(AsyncIterator[bytes]):
@@ -188,8 +185,13 @@ async def async_imported(
             raise Cancelled("the client was closed") from None
         call.cancel()
         raise
+    return _handed(told, AsyncSnapshot(connection, told.snapshot))
+
+
+def _handed(told: Imported[SnapshotInfo], handle: H) -> Imported[H]:
+    """The same with the caller's handle."""
     return Imported(
-        snapshot=AsyncSnapshot(connection, told.snapshot),
+        snapshot=handle,
         received_records=told.received_records,
         received_bytes=told.received_bytes,
         held_records=told.held_records,
