@@ -62,13 +62,15 @@ def run_import(args: argparse.Namespace) -> int:
 def add_copy_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="the snapshot to bring to another server")
     parser.add_argument("--to", required=True, metavar="HOST:PORT", help="that server, reached as this one is")
+    parser.add_argument("--to-instance", default="", metavar="NAME", help="the server to ask there, behind a proxy")
     parser.add_argument("--to-token-file", type=Path, metavar="FILE", help="a token for it (default: --token-file)")
     _add_keep_flags(parser)
 
 
 def run_copy(args: argparse.Namespace) -> int:
     there = argparse.Namespace(**vars(args))
-    there.address, there.token_file = args.to, args.to_token_file or args.token_file
+    there.address, there.instance = args.to, args.to_instance
+    there.token_file = args.to_token_file or args.token_file
     with flags.connect(args) as here, flags.connect(there) as other:
         options = flags.save_options(args, args.save)
         taken = here.copy_snapshot(flags.full_name(args.name), to=other, options=options)
@@ -107,7 +109,8 @@ def _written(name: str) -> Iterator[BinaryIO]:
     path = Path(name).expanduser()
     beside = path.with_name(path.name + PART)
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        beside.unlink(missing_ok=True)  # of a run that was killed: its mode, or what it links to, may be anybody's
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             yield file
         beside.replace(path)

@@ -1,8 +1,9 @@
 """The other end of the wire for the client's tests: the generated servicers over a few dictionaries, in process.
 
 It stands in for the network peer, not for the engine: a token is one character, a "model" answers with the text it was
-given, and state is the characters themselves. `scripts[method]` replaces what one method does. `seen` keeps the
-requests, `ended` how each Generate ended ("finished" or "cancelled").
+given, and state is the characters themselves. An export is the name, a line end and the characters, its manifest the
+name alone; who has the characters holds the one record "all". `scripts[method]` replaces what one method does. `seen`
+keeps the requests, `ended` how each Generate ended ("finished" or "cancelled").
 """
 
 from __future__ import annotations
@@ -210,6 +211,26 @@ class Peer:
         for name in gone:
             del self.snapshots[name], self.contents[name]
         return snap.DeleteSnapshotResponse(deleted=gone)
+
+    def ExportSnapshot(self, request: Any, context: Any) -> Any:
+        content = self.content(request.name, context)
+        data = request.name.encode()
+        if not request.manifest_only:
+            data += b"\n" + (b"" if request.held else content.encode())
+        summary = snap.ExportSummary(snapshot=self.snapshots[request.name], records=1, bytes=len(data))
+        yield snap.ExportSnapshotResponse(data=data, summary=summary)
+
+    def CheckImport(self, request: Any, context: Any) -> Any:
+        return snap.CheckImportResponse(held=[b"all"] if request.manifest.decode() in self.contents else [])
+
+    def ImportSnapshot(self, requests: Any, context: Any) -> Any:
+        options, data = types.SnapshotOptions(), b""
+        for request in requests:
+            options.MergeFrom(request.options)
+            data += request.data
+        name, _, content = data.decode().partition("\n")
+        options.snapshot_id = options.snapshot_id or name.removeprefix("snapshots/")
+        return snap.ImportSnapshotResponse(snapshot=self.keep(content or self.contents[name], options))
 
     # -- inference ---------------------------------------------------------------------------------------------------
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
-import secrets
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from kvfork_client import Client
-from toolchains import missing
 
-from tests.e2e.live import LiveServer
+from service.models import resolve
+from tests.absent import missing
+from tests.e2e import proxy
+from tests.e2e.live import PATIENCE, LiveServer, until
+from tests.e2e.templates import with_template
+from tests.e2e.test_replicas import Replicas
 from tests.gateway.live import LiveGateway
+from tests.gateway.test_gateway_agents import TOOL, TOOLS_TEMPLATE
 
 if importlib.util.find_spec("agents") is None:
     missing("NO TEST OF THE OPENAI AGENTS SDK: openai-agents is not installed (the dev extra has it)", module=True)
 
-from agents import Agent, ModelSettings, Runner, SQLiteSession, set_tracing_disabled
+from agents import Agent, FunctionTool, ModelSettings, Runner, SQLiteSession, Tool, set_tracing_disabled
 from kvfork_agents import SnapshotModel, snapshots_of
 
 pytestmark = pytest.mark.mlx
@@ -47,25 +56,51 @@ def client(server: LiveServer) -> Iterator[Client]:
             left.release()
 
 
+def tool(*, strict: bool = True, description: str = "") -> FunctionTool:
+    async def weather(_context: Any, arguments: str) -> str:
+        return f"{json.loads(arguments)['city']}: rain"
+
+    schema = copy.deepcopy(TOOL["function"]["parameters"])  # which the SDK changes where it is to be strict
+    return FunctionTool("get_weather", description, schema, weather, strict_json_schema=strict)
+
+
 class Talk:
     """An agent and its session; each question is a run with a connection of its own."""
 
-    def __init__(self, gateway: LiveGateway, *, streams: bool = False, rules: str = RULES, **options: Any) -> None:
+    def __init__(
+        self,
+        gateway: LiveGateway,
+        *,
+        streams: bool = False,
+        rules: str = RULES,
+        tools: Sequence[Tool] = (),
+        model: str = "keeper",
+        max_tokens: int = 6,
+        **options: Any,
+    ) -> None:
         set_tracing_disabled(True)
         self._url, self._streams, self._rules, self._options = gateway.url, streams, rules, options
+        self._tools, self._model, self._max_tokens = list(tools), model, max_tokens
         self.session = SQLiteSession("talk")
+        self.sent: list[Any] = []  # the bodies of all requests
 
     def ask(self, question: str, **settings: Any) -> tuple[int, int]:
         """(cached tokens of the prompt, tokens of prompt and answer together)."""
         return asyncio.run(self._ask(question, settings))
 
     async def _ask(self, question: str, settings: dict[str, Any]) -> tuple[int, int]:
-        async with openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0) as connection:
+        http = httpx.AsyncClient(event_hooks={"request": [self._note]}, timeout=PATIENCE)
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._url}/v1", api_key="none", max_retries=0, http_client=http
+        ) as connection:
             agent = Agent(
                 name="keeper",
                 instructions=self._rules,
-                model=SnapshotModel("keeper", connection, **self._options),
-                model_settings=ModelSettings(temperature=0, max_tokens=6, include_usage=True, **settings),
+                tools=self._tools,
+                model=SnapshotModel(self._model, connection, **self._options),
+                model_settings=ModelSettings(
+                    temperature=0, max_tokens=self._max_tokens, include_usage=True, **settings
+                ),
             )
             if self._streams:
                 streamed = Runner.run_streamed(agent, question, session=self.session)
@@ -75,6 +110,9 @@ class Talk:
             else:
                 usage = (await Runner.run(agent, question, session=self.session)).context_wrapper.usage
         return usage.input_tokens_details.cached_tokens, usage.total_tokens
+
+    async def _note(self, request: httpx.Request) -> None:
+        self.sent.append(json.loads(request.content))
 
     @property
     def items(self) -> list[Any]:
@@ -123,6 +161,37 @@ def test_a_conversation_that_reads_otherwise_is_sent_whole(gateway: LiveGateway,
     assert talk.names()[0] not in parents[:2] and parents[2] == talk.names()[0]
 
 
+def test_what_the_template_is_given_otherwise_is_another_conversation(tmp_path: Path) -> None:
+    """Tools, their strictness among them, and whatever of the body comes to the template."""
+    tools = [tool(), tool(strict=False), tool(description="Rain or shine.")]
+    low, high = ({"extra_body": {"reasoning_effort": effort}} for effort in ("low", "high"))
+    model = with_template(resolve("tiny-llama"), tmp_path / "caller", TOOLS_TEMPLATE)
+    with LiveServer(model) as server, LiveGateway(server, "--alias", "*=caller") as gateway:
+        first = Talk(gateway, tools=tools[:1])
+        first.ask("Who is there?", **low)
+        went_on = []
+        for offered, settings in ((tools[:1], low), (tools[:1], high), (tools[1:2], low), (tools[2:], low), ([], low)):
+            talk = Talk(gateway, tools=offered)
+            asyncio.run(talk.session.add_items(first.items))
+            talk.ask("And now?", **settings)
+            went_on.append(talk.sent[0]["kvfork"].get("parent"))
+        assert went_on == [*first.names(), None, None, None, None]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_an_answer_that_could_not_be_kept_names_no_snapshot(streams: bool) -> None:
+    room = ("--memory-bytes", "300KiB", "--disk-bytes", "300KiB", "--snapshot-wait", "1")
+    with (
+        LiveServer("tiny-llama", *room) as server,
+        LiveGateway(server, "--alias", "*=tiny-llama") as gateway,
+        server.client() as client,
+    ):
+        talk = Talk(gateway, streams=streams, rules=RULES * 10)
+        talk.ask("Who is there?")
+        assert talk.sent[0]["kvfork"]["save"] and list(client.list_snapshots()) == []
+        assert talk.names() == []
+
+
 def test_a_snapshot_that_is_gone_costs_its_computing_and_no_answer(gateway: LiveGateway, client: Client) -> None:
     talk = Talk(gateway)
     _, reach = talk.ask("Who is there?")
@@ -136,8 +205,8 @@ def test_a_snapshot_that_is_gone_costs_its_computing_and_no_answer(gateway: Live
 def test_a_name_that_a_lost_answer_took_is_not_taken_again(
     gateway: LiveGateway, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk, drawn = Talk(gateway), iter(["one", "one", "two"])
-    monkeypatch.setattr(secrets, "token_hex", lambda _length=None: next(drawn))
+    talk, drawn = Talk(gateway), iter(["agents-one", "agents-one", "agents-two"])
+    monkeypatch.setattr("kvfork_agents.model._new_name", lambda: next(drawn))
     _, reach = talk.ask("Who is there?")
     assert talk.ask("And now?")[0] == reach
     assert talk.names() == ["snapshots/agents-one", "snapshots/agents-two"]
@@ -168,3 +237,79 @@ def test_where_no_more_is_kept_answers_come_all_the_same() -> None:
         _, reach = talk.ask("Who is there?")
         assert talk.ask("And now?")[0] == reach
         assert len(talk.names()) == 1
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_a_turn_names_the_server_that_holds_its_parent(
+    server: LiveServer, gateway: LiveGateway, client: Client, streams: bool
+) -> None:
+    talk = Talk(gateway, streams=streams)
+    talk.ask("Who is there?")
+    talk.ask("And now?", extra_body={"kvfork": {"priority": 3}})
+    first, *more = [body["kvfork"] for body in talk.sent]
+    home = client.server_info().instance
+    assert "parent" not in first and "instance" not in first
+    assert {(one["parent"], one["instance"], one["priority"]) for one in more} == {(talk.names()[0], home, 3)}
+
+
+@pytest.mark.slow
+def test_behind_a_proxy_a_turn_goes_on_where_the_one_before_was(tmp_path: Path) -> None:
+    proxy.program()
+    with ExitStack() as stack:
+        replicas = Replicas(tmp_path)
+        stack.callback(replicas.close)
+        for name in ("a", "b"):
+            replicas.start(name)
+        envoy = stack.enter_context(proxy.Envoy(replicas.addresses))
+        until(lambda: len(envoy.healthy()) == 2, what="both replicas to be called healthy")
+        talk = Talk(stack.enter_context(LiveGateway(envoy, "--alias", "*=tiny-gemma3")))
+        reach = 0
+        for number in range(6):
+            cached, further = talk.ask(f"Question {number}?")
+            assert cached == reach
+            reach = further
+        homes = {body["kvfork"]["instance"] for body in talk.sent[1:]}
+        (home,) = homes
+        replicas.kill(home)
+        moved = talk.ask("Are you still there?")  # computed anew on the other one
+        assert moved[0] == 0
+        assert talk.ask("And to stay?")[0] == moved[1]
+        assert {home, talk.sent[-1]["kvfork"]["instance"]} == {"a", "b"}
+
+
+def shown_items() -> list[Any]:
+    """Earlier turns in which the tool was called, as a session holds them."""
+    items: list[Any] = []
+    for number, city in enumerate(("Rome", "Cairo")):
+        call = {"type": "function_call", "call_id": f"shown-{number}", "name": "get_weather"}
+        items += [
+            {"role": "user", "content": f"What is the weather in {city}?"},
+            {**call, "arguments": json.dumps({"city": city})},
+            {"type": "function_call_output", "call_id": f"shown-{number}", "output": "sunny"},
+            {"role": "assistant", "content": "It is sunny."},
+        ]
+    return items
+
+
+@pytest.mark.slow
+def test_a_run_with_a_tool_goes_on_behind_each_of_its_answers(tmp_path: Path) -> None:
+    """A call, its result and the answer are two requests. Both answers end by themselves, so the next turn is one."""
+    template = TOOLS_TEMPLATE.replace(
+        "tool.function | tojson",
+        "{'name': tool.function.name, 'parameters': tool.function.parameters} | tojson",
+    )
+    model = with_template(resolve("smollm2"), tmp_path / "smollm2", template)
+    with LiveServer(model) as server, LiveGateway(server) as gateway, server.client() as client:
+        for streams in (False, True):
+            talk = Talk(gateway, streams=streams, model="smollm2", rules="", tools=[tool(strict=False)], max_tokens=60)
+            asyncio.run(talk.session.add_items(shown_items()))
+            cached, _ = talk.ask("What is the weather in Paris?")
+            results = [item["output"] for item in talk.items if item.get("type") == "function_call_output"]
+            assert results == ["sunny", "sunny", "Paris: rain"]
+            call, answer = map(client.get_snapshot, talk.names())
+            assert cached == call.token_count and answer.parent == call.name
+            assert talk.ask("Thank you.")[0] == answer.token_count
+            assert [body["kvfork"].get("parent") for body in talk.sent] == [None, call.name, answer.name]
+            assert [[m["role"] for m in body["messages"]] for body in talk.sent[1:]] == [["tool"], ["user"]]
+            for left in list(client.list_snapshots()):
+                left.release()

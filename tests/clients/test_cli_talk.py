@@ -428,6 +428,43 @@ def test_rollback_prints_the_result_and_its_receipt(
     assert (printed["snapshot"]["token_count"], printed["released"]) == (1, [])
 
 
+def test_a_copy_asks_each_side_for_an_instance_of_its_own(
+    peer: Peer, kvfork: Kvfork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFORK_INSTANCE", "here")
+    instance = "x-kvfork-instance"
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    with Peer() as other:
+        assert kvfork("snapshots", "copy", "plan-0001", "--to", other.address) == 0
+        assert other.contents == {"snapshots/plan-0001": "abc"}
+        assert {said.get(instance) for said in peer.metadata} == {"here", "peer"}  # and where it says it is
+        assert {said.get(instance) for said in other.metadata} == {None, "peer"}
+        since = len(other.metadata)
+        assert kvfork("snapshots", "copy", "plan-0001", "--to", other.address, "--to-instance", "there") == 0
+        assert {said.get(instance) for said in other.metadata[since:]} == {"there"}
+
+
+@pytest.mark.parametrize("left", ["a file for all", "a link"])
+def test_an_export_is_for_its_owner_alone_whatever_was_left_there(
+    peer: Peer, kvfork: Kvfork, tmp_path: Path, left: str
+) -> None:
+    peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
+    file, part, other = tmp_path / "plan.kvx", tmp_path / "plan.kvx.part", tmp_path / "other"
+    other.write_text("as it was")
+    if left == "a link":
+        part.symlink_to(other)
+    else:
+        part.write_text("half of an export")
+        part.chmod(0o644)
+    assert kvfork("snapshots", "export", "plan-0001", str(file)) == 0
+    assert (file.read_text(), file.is_symlink(), file.stat().st_mode & 0o777) == (
+        "snapshots/plan-0001\nabc",
+        False,
+        0o600,
+    )
+    assert other.read_text() == "as it was" and sorted(tmp_path.iterdir()) == [other, file]
+
+
 def test_stats_for_people_and_for_programs(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
     assert kvfork("stats") == 0
     shown = capsys.readouterr().out

@@ -9,7 +9,8 @@ import grpc
 import pytest
 from contract_peer import Peer, refuse
 from flavours import Flavour
-from kvfork_client import Internal, Unavailable, WrongInstance
+from kvfork.v1 import types_pb2 as types
+from kvfork_client import FailedPrecondition, Internal, SnapshotInfo, SnapshotNotFound, Unavailable, WrongInstance
 from kvfork_client.status import from_status
 
 INSTANCE, SESSION = "x-kvfork-instance", "x-kvfork-session"
@@ -87,12 +88,100 @@ def test_handles_of_several_instances_are_extended_each_at_home(peer: Peer, flav
     assert [info.name for info in extended.snapshots] == [handle.name] * 2
 
 
-def test_leaving_the_block_of_a_handle_whose_server_was_replaced_is_no_error(peer: Peer, flavour: Flavour) -> None:
+def test_an_instance_that_is_away_lets_no_handle_of_another_one_expire(peer: Peer, flavour: Flavour) -> None:
+    """Handles of three: one is down, one has begun anew, and the last one in the list is there."""
+    kept = peer.keep("abc", types.SnapshotOptions(snapshot_id="kept-0001"))
+    answer = peer.ExtendSnapshots
+
+    def extend(request: Any, context: Any) -> Any:
+        match dict(context.invocation_metadata())[INSTANCE]:
+            case "down":
+                refuse(context, "UNAVAILABLE", text="no healthy upstream")
+            case "old":
+                wrong_instance(request, context)
+        return answer(request, context)
+
+    peer.scripts["ExtendSnapshots"] = extend
+    client = flavour.client(peer.address, retry=False)
+    refs = [SnapshotInfo(name=f"snapshots/{where}-0001", instance=where) for where in ("down", "old", "peer")]
+    refs[2] = flavour.do(client.get_snapshot, kept.name).info
+    told = flavour.do(client.extend_snapshots, refs[1:])
+    assert told.missing == ("snapshots/old-0001",)
+    assert [info.name for info in told.snapshots] == ["snapshots/kept-0001"]
+    before = kept.expire_time.seconds
+    with pytest.raises(Unavailable):
+        flavour.do(client.extend_snapshots, refs, 50)
+    assert kept.expire_time.seconds == before + 50
+
+
+def test_a_handle_that_went_with_its_server_cannot_be_extended(peer: Peer, flavour: Flavour) -> None:
     handle = flavour.do(flavour.client(peer.address).create_snapshot, "abc")
-    peer.scripts["DeleteSnapshot"] = lambda request, context: refuse(context, "FAILED_PRECONDITION", "WRONG_INSTANCE")
+    peer.scripts["ExtendSnapshots"] = wrong_instance
+    with pytest.raises(SnapshotNotFound) as caught:
+        flavour.do(handle.extend, 30)
+    assert handle.gone is caught.value
+
+
+def wrong_instance(request: Any, context: Any) -> None:
+    refuse(context, "FAILED_PRECONDITION", "WRONG_INSTANCE", "this is another one", instance="new")
+
+
+def test_what_went_with_its_server_is_let_go_of_as_what_is_gone_already(peer: Peer, flavour: Flavour) -> None:
+    client = flavour.client(peer.address)
+    handle = flavour.do(client.create_snapshot, "abc")
+    peer.scripts |= {"DeleteSnapshot": wrong_instance, "ListSnapshots": wrong_instance}
     flavour.do(handle.__aexit__ if flavour.runner else handle.__exit__, None, None, None)
+    assert flavour.do(handle.release) == ()
+    assert flavour.do(client.delete_snapshot, handle, allow_missing=True) == ()
+    assert flavour.all(client.list_snapshots, parent=handle) == []
     with pytest.raises(WrongInstance):
-        flavour.do(handle.release)
+        flavour.do(client.delete_snapshot, handle)
+
+
+def test_a_release_by_a_wrong_route_is_told_as_nothing_was_released(peer: Peer, flavour: Flavour) -> None:
+    peer.scripts |= {"DeleteSnapshot": wrong_instance, "ListSnapshots": wrong_instance}
+    there = flavour.client(peer.address, instance="b")
+    by_name = there.snapshot("snapshots/plan-0001")
+    leave = by_name.__aexit__ if flavour.runner else by_name.__exit__
+    for call in (
+        lambda: flavour.do(by_name.release),
+        lambda: flavour.do(leave, None, None, None),
+        lambda: flavour.do(there.delete_snapshot, by_name.name, allow_missing=True),
+        lambda: flavour.all(there.list_snapshots, parent=by_name.name),
+    ):
+        with pytest.raises(WrongInstance):
+            call()
+
+
+def test_a_handle_whose_server_began_anew_is_made_again_by_who_catches_what_is_not_found(
+    peer: Peer, flavour: Flavour
+) -> None:
+    client = flavour.client(peer.address)
+    handle = flavour.do(client.create_snapshot, "abc")
+
+    def stream(request: Any, context: Any) -> Any:
+        wrong_instance(request, context)
+        yield
+
+    peer.scripts |= {"GetSnapshot": wrong_instance, "Fork": wrong_instance, "Generate": stream}
+    for call in (
+        lambda: flavour.do(handle.refresh),
+        lambda: flavour.do(handle.fork, 2),
+        lambda: flavour.do(flavour.do(handle.generate, "x").result),
+    ):
+        handle.gone = None
+        with pytest.raises(SnapshotNotFound) as caught:
+            call()
+        assert handle.gone is caught.value and isinstance(caught.value, FailedPrecondition)
+        assert caught.value.metadata == {"instance": "new"}
+
+
+def test_a_wrong_route_says_nothing_about_a_snapshot_of_a_bare_name(peer: Peer, flavour: Flavour) -> None:
+    peer.scripts["GetSnapshot"] = wrong_instance
+    handle = flavour.client(peer.address, instance="b").snapshot("snapshots/plan-0001")
+    with pytest.raises(WrongInstance):
+        flavour.do(handle.refresh)
+    assert handle.gone is None
 
 
 @pytest.mark.parametrize("route", [{"instance": "a\n"}, {"instance": " a"}, {"session": "päss"}])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from toolchains import missing
 
+from tests.absent import missing
 from tests.conformance.drivers import DRIVERS, Driver, ToolchainMissing, prepared
 from tests.conformance.play import Outcome, play
 from tests.conformance.scenarios import ROOT, Row, differences, read, server_differences

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toolchains import missing
 
+from tests.absent import missing
 from tests.e2e.live import LiveServer
 
 EXAMPLES = Path(__file__).parents[2] / "clients" / "python" / "examples"

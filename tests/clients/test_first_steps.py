@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from toolchains import missing
 
+from tests.absent import missing
 from tests.conformance.drivers import CLIENTS, ToolchainMissing, prepared
 from tests.e2e.live import LiveServer
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from toolchains import missing
 
+from tests.absent import missing
 from tests.conformance.scenarios import ROOT
 
 NEEDS = {"go": "go", "typescript": "npm", "rust": "cargo"}

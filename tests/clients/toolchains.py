@@ -1,7 +1,6 @@
 """Command-line tools that client tests drive: each pinned, built once, kept in the cache directory.
 
-Owns where a tool comes from and what happens where it cannot be had: the tests that need it are skipped with the
-reason, and fail with it where the variable CI is "true". Does not run the tools.
+Owns where a tool comes from; where it cannot be had, the test ends as `tests.absent` says. Does not run the tools.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-import pytest
 from filelock import FileLock
 
 from service.models.cache_dir import cache_root
+from tests.absent import missing
 
 _BUILD_SECONDS = 1200.0  # a first build fetches and compiles some forty modules
 
@@ -79,10 +77,3 @@ def buf() -> Path:
     if not program.exists():
         missing(f"there is no buf beside {sys.executable}: install the dev extra")
     return program
-
-
-def missing(reason: str, *, module: bool = False) -> NoReturn:
-    """Ends the test, or a module's collection: failed in CI, where every tool is expected, else skipped."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason, allow_module_level=module)

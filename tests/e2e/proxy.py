@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-import pytest
 import yaml
 
+from tests.absent import missing
 from tests.e2e.live import PATIENCE, ROOT, until
 
 GUIDE = ROOT / "docs" / "replicas.md"
@@ -29,12 +27,6 @@ def program() -> Path:
     if found is None or found.origin is None:
         missing("ROUTING BETWEEN REPLICAS IS NOT TESTED HERE: there is no Envoy; install the replicas extra")
     return Path(found.origin).parent / "_bin" / "envoy"
-
-
-def missing(reason: str) -> NoReturn:
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def configuration(replicas: Sequence[str]) -> str:

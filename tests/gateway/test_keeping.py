@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import kvfork_client as kv
 import openai
 import pytest
+from kvfork_gateway.completions import Completions
 from kvfork_gateway.conversations import Bounds
-from kvfork_gateway.keeping import Caller, Keeper
+from kvfork_gateway.keeping import Caller, Held, Keeper
 
 from service.models import resolve
 from tests.e2e.live import LiveServer, until
@@ -61,6 +64,11 @@ def test_what_is_kept_takes_no_room_from_a_call() -> None:
         saved = client.chat.completions.create(**asked, messages=history, extra_body={"kvfork": {"save": True}})
         assert saved.model_extra["kvfork"]["snapshot"]
         assert saved.usage.prompt_tokens_details.cached_tokens >= kept[0]
+        # The server is full. A second save takes the place of what is kept, and a fourth one has none to take.
+        for number in (2, 3):
+            saved = client.chat.completions.create(**asked, messages=history, extra_body={"kvfork": {"save": True}})
+            assert saved.model_extra["kvfork"]["snapshot"], number
+            assert lengths(server) == []
         with pytest.raises(openai.RateLimitError) as caught:
             client.chat.completions.create(**asked, messages=history, extra_body={"kvfork": {"save": True}})
         assert caught.value.code == "rate_limit_exceeded"
@@ -111,6 +119,78 @@ def test_letting_go_of_much_leaves_a_callers_quota_to_its_calls() -> None:
 
     asyncio.run(end())
     assert (counting.done, counting.most) == (1000, 8)
+
+
+class _Hanging:
+    """A client whose deletions take until they are cancelled."""
+
+    async def delete_snapshot(self, name: str, **options: Any) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_caller_waits_for_nobody_elses_deletions() -> None:
+    counting = _Counting()
+
+    async def settle() -> tuple[int, list[bool]]:
+        keeper = Keeper(Bounds())
+        mine, other = Caller(b"mine", counting), Caller(b"other", _Hanging())  # type: ignore[arg-type]
+        keeper.release(other, [Held("theirs", "")])
+        keeper.release(mine, [Held("mine", "")])
+        waiting = [asyncio.ensure_future(keeper.settle(mine)), asyncio.ensure_future(keeper.settle())]
+        for _ in range(20):  # turns of the loop: more than it takes to delete one and to hear of it
+            await asyncio.sleep(0)
+        done = [one.done() for one in waiting]
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        return counting.done, done
+
+    assert asyncio.run(settle()) == (1, [True, False])
+
+
+class _Door:
+    """A client that knows one token, and counts who asks."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+
+    def with_token(self, token: str | None) -> _Asking:
+        return _Asking(self, token)
+
+
+class _Asking:
+    def __init__(self, door: _Door, token: str | None) -> None:
+        self._door, self._token = door, token
+
+    async def server_info(self, **options: Any) -> Any:
+        self._door.asked.append(self._token)
+        if self._token == "wrong":
+            raise kv.TokenUnknown
+        return SimpleNamespace(limits=SimpleNamespace(max_ttl=60.0))
+
+
+def test_who_was_let_in_is_not_asked_about_again_for_some_seconds() -> None:
+    door, now = _Door(), [0.0]
+    completions = Completions(door, bounds=Bounds(), aliases={}, clock=lambda: now[0])  # type: ignore[arg-type]
+
+    async def come(token: str) -> None:
+        await completions.let_in(completions.caller(token))
+
+    async def story() -> None:
+        for seconds in (0.0, 9.9, 10.0, 19.9, 20.0):
+            now[0] = seconds
+            await come("one")
+        await come("two")
+        for _ in range(2):
+            with pytest.raises(kv.TokenUnknown):
+                await come("wrong")
+        assert door.asked == ["one"] * 3 + ["two", "wrong", "wrong"]
+        for number in range(1000):  # as many as are remembered
+            await come(f"further {number}")
+        await come("further 0")
+        await come("two")
+        assert len(door.asked) == 6 + 1000 + 1
+
+    asyncio.run(story())
 
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,18 @@ _NOT_READ = ("id", "status", "provider_data")  # of an item: what sessions may c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """`length`: of the items, how many the snapshot's state has read."""
+class Kept:
+    """A snapshot's name, and the server that holds it; "" where nobody said."""
 
     snapshot: str
+    instance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """`length`: of the items, how many the state there has read."""
+
+    kept: Kept
     length: int
 
 
@@ -32,23 +40,28 @@ def snapshots_of(items: Iterable[Any]) -> list[str]:
     return [mark["snapshot"] for mark in map(_mark, items) if mark is not None]
 
 
-def latest(items: Sequence[Item], setting: Any) -> Place | None:
-    """The last item behind which the state of this very conversation is kept.
+class Read:
+    """What the model has read of a conversation: all of its `items`, each digested once.
 
     setting: what else the template is given, such as instructions and tools; anything that JSON takes.
     """
-    found = None
-    for length, (item, digest) in enumerate(zip(items, _digests(items, setting), strict=True), start=1):
-        mark = _mark(item)
-        if mark is not None and mark.get("digest") == digest:
-            found = Place(snapshot=mark["snapshot"], length=length)
-    return found
 
+    def __init__(self, items: Sequence[Item], setting: Any) -> None:
+        self._running = hashlib.sha256(_text(setting))
+        self.latest: Place | None = None
+        """The last item behind which the state of this very conversation is kept."""
+        for length, item in enumerate(items, start=1):
+            _add(self._running, item)
+            mark = _mark(item)
+            if mark is not None and mark.get("digest") == self._running.hexdigest():
+                self.latest = Place(kept=_kept(mark), length=length)
 
-def marked(items: Sequence[Item], setting: Any, snapshot: str) -> dict[str, str]:
-    """The mark for the last of the items, behind which `snapshot` is the state."""
-    *_, digest = _digests(items, setting)
-    return {"snapshot": snapshot, "digest": digest}
+    def mark(self, said: Iterable[Item], kept: Kept) -> dict[str, str]:
+        """The mark for the last item that was `said` behind these, where `kept` is the state."""
+        running = self._running.copy()
+        for item in said:
+            _add(running, item)
+        return {"snapshot": kept.snapshot, "instance": kept.instance, "digest": running.hexdigest()}
 
 
 def _mark(item: Any) -> dict[str, str] | None:
@@ -57,12 +70,13 @@ def _mark(item: Any) -> dict[str, str] | None:
     return mark if isinstance(mark, dict) and isinstance(mark.get("snapshot"), str) else None
 
 
-def _digests(items: Iterable[Item], setting: Any) -> Iterator[str]:
-    """Behind each item, the digest of all that was read by then."""
-    running = hashlib.sha256(_text(setting))
-    for item in items:
-        running.update(_text({name: value for name, value in item.items() if name not in _NOT_READ}))
-        yield running.hexdigest()
+def _kept(mark: Mapping[str, Any]) -> Kept:
+    instance = mark.get("instance")
+    return Kept(snapshot=mark["snapshot"], instance=instance if isinstance(instance, str) else "")
+
+
+def _add(running: hashlib._Hash, item: Item) -> None:
+    running.update(_text({name: value for name, value in item.items() if name not in _NOT_READ}))
 
 
 def _text(value: Any) -> bytes:

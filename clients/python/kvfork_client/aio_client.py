@@ -11,8 +11,10 @@ from .asynchronous import AsyncGeneration, AsyncSnapshot, created
 from .connection import AsyncConnection
 from .encode import instance_of
 from .endpoint import Tls, endpoint, routed
+from .errors import KVForkError
 from .exchange_wire import export_request
 from .exchanging import AsyncExport, async_imported
+from .extending import extend_calls, join_extended
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
 from .values import (
@@ -161,9 +163,18 @@ class AsyncClient:
     async def extend_snapshots(
         self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None
     ) -> Extended:
-        """Keeps any number of snapshots alive. Missing names are told, not raised."""
-        parts = [await self._connection.unary(call, timeout) for call in calls.extend_snapshots(names, ttl=ttl)]
-        return calls.join_extended(parts)
+        """Keeps any number of snapshots alive. Missing names are told, not raised.
+
+        One call for each server that holds some of them; an error of one is raised once all were asked.
+        """
+        parts: list[Extended | KVForkError] = []
+        for call in extend_calls(names, ttl=ttl):
+            try:
+                part = await self._connection.unary(call, timeout)
+                parts.append(part)
+            except KVForkError as error:  # handles of other servers live on all the same
+                parts.append(error)
+        return join_extended(parts)
 
     async def delete_snapshot(
         self,
@@ -222,12 +233,21 @@ class AsyncClient:
     ) -> Imported[AsyncSnapshot]:
         """Brings a snapshot to another server; only what is missing there travels. Both need the same exchange key.
 
-        `timeout` is that of each of the calls that it takes.
+        Behind a proxy `to` is whichever server answers first, if it is not routed to one. `timeout` is that of each of
+        the calls that it takes.
         """
+        there = await to._one_server(timeout)
         async with self.export_snapshot(name, manifest_only=True, timeout=timeout) as manifest:
-            held = (await to.check_import(await manifest.read(), timeout=timeout)).held
-        async with self.export_snapshot(name, held=held, timeout=timeout) as export:
-            return await to.import_snapshot(export, options=options, timeout=timeout)
+            found = await there.check_import(await manifest.read(), timeout=timeout)
+        source = manifest.summary.snapshot if manifest.summary is not None else name  # says which server holds it
+        async with self.export_snapshot(source, held=found.held, timeout=timeout) as export:
+            return await there.import_snapshot(export, options=options, timeout=timeout)
+
+    async def _one_server(self, timeout: float | None) -> AsyncClient:
+        """For calls that belong together: a proxy may send each of them elsewhere."""
+        if self._connection.where.instance:
+            return self
+        return self.routed(instance=(await self.server_info(timeout=timeout)).instance)
 
     async def count_tokens(
         self,

@@ -15,7 +15,7 @@ import grpc.aio
 
 from . import calls
 from .connection import AsyncByteStream, AsyncConnection, locally_cancelled, translate
-from .errors import Cancelled, KVForkError, WrongInstance
+from .errors import Cancelled, KVForkError
 from .folding import Folding
 from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
@@ -118,11 +118,10 @@ class AsyncSnapshot(SnapshotHandle):
 
     async def extend(self, ttl: Seconds | None = None) -> Self:
         """More time to live from now; None: its own idle time again. Raises SnapshotNotFound if it is gone."""
-        extended = [await self._ask(call) for call in calls.extend_snapshots([self], ttl=ttl)]
-        joined = calls.join_extended(extended)
-        if not joined.snapshots:
+        extended = await self._ask(calls.extend_snapshots([self], ttl=ttl))
+        if not extended.snapshots:
             raise self.vanished()
-        self.info = joined.snapshots[0]
+        self.info = extended.snapshots[0]
         return self
 
     async def update(
@@ -152,8 +151,6 @@ class AsyncSnapshot(SnapshotHandle):
     ) -> None:
         try:
             await self.release(stop_active=True)
-        except WrongInstance:  # a restart has taken its server's place: there is nothing to let go of
-            return
         except KVForkError:
             if kind is None:  # else the body's own error says more
                 raise

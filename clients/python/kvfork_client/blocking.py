@@ -13,7 +13,7 @@ import grpc
 
 from . import calls
 from .connection import Connection, translate
-from .errors import Cancelled, KVForkError, WrongInstance
+from .errors import Cancelled, KVForkError
 from .folding import Folding
 from .generating import GenerateOptions, generate_request, read_event
 from .handles import ForkResult, GenerationHandle, SnapshotHandle
@@ -113,11 +113,10 @@ class Snapshot(SnapshotHandle):
 
     def extend(self, ttl: Seconds | None = None) -> Self:
         """More time to live from now; None: its own idle time again. Raises SnapshotNotFound if it is gone."""
-        extended = [self._ask(call) for call in calls.extend_snapshots([self], ttl=ttl)]
-        joined = calls.join_extended(extended)
-        if not joined.snapshots:
+        extended = self._ask(calls.extend_snapshots([self], ttl=ttl))
+        if not extended.snapshots:
             raise self.vanished()
-        self.info = joined.snapshots[0]
+        self.info = extended.snapshots[0]
         return self
 
     def update(
@@ -147,8 +146,6 @@ class Snapshot(SnapshotHandle):
     ) -> None:
         try:
             self.release(stop_active=True)
-        except WrongInstance:  # a restart has taken its server's place: there is nothing to let go of
-            return
         except KVForkError:
             if kind is None:  # else the body's own error says more
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -50,7 +50,6 @@ R = TypeVar("R")
 INFERENCE = "/kvfork.v1.InferenceService/"
 SNAPSHOTS = "/kvfork.v1.SnapshotService/"
 SERVER = "/kvfork.v1.ServerService/"
-MAX_NAMES_PER_EXTEND = 1000  # the contract's bound on ExtendSnapshotsRequest.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,15 @@ class Call(Generic[R]):
     """One unary call: method path, serialized request, and what makes a value of the reply's bytes.
 
     `instance`: the server that holds the snapshot it is about; empty where it is about none, or nobody knows.
+    `lost`: the answer where another server is in that one's place, as the same server would give it for a snapshot that
+    is gone; None: that is an error.
     """
 
     path: str
     request: bytes
     parse: Callable[[bytes], R]
     instance: str = ""
+    lost: R | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ def list_snapshots(
         reply = _read(snapshot_pb.ListSnapshotsResponse, data)
         return Page(tuple(decode.snapshot(one) for one in reply.snapshots), reply.next_page_token)
 
-    return _call(SNAPSHOTS + "ListSnapshots", request, parse, parent)
+    return _call(SNAPSHOTS + "ListSnapshots", request, parse, parent, lost=Page((), ""))
 
 
 def update_snapshot(
@@ -276,30 +278,16 @@ def update_snapshot(
     )
 
 
-def extend_snapshots(refs: Iterable[SnapshotRef], *, ttl: Seconds | None) -> list[Call[Extended]]:
-    """One call per instance and thousand names; the results are to be put together with `join_extended`."""
-    by_instance: dict[str, list[SnapshotRef]] = {}
-    for ref in refs:
-        by_instance.setdefault(encode.instance_of(ref), []).append(ref)
-    return [
-        _call(
-            SNAPSHOTS + "ExtendSnapshots",
-            snapshot_pb.ExtendSnapshotsRequest(
-                names=[encode.snapshot_name(ref) for ref in there[start : start + MAX_NAMES_PER_EXTEND]],
-                ttl=None if ttl is None else encode.duration(ttl),
-            ),
-            lambda data: decode.extended(_read(snapshot_pb.ExtendSnapshotsResponse, data)),
-            there[0],
-        )
-        for there in by_instance.values()
-        for start in range(0, len(there), MAX_NAMES_PER_EXTEND)
-    ]
-
-
-def join_extended(parts: Sequence[Extended]) -> Extended:
-    return Extended(
-        snapshots=tuple(info for part in parts for info in part.snapshots),
-        missing=tuple(name for part in parts for name in part.missing),
+def extend_snapshots(refs: Sequence[SnapshotRef], *, ttl: Seconds | None) -> Call[Extended]:
+    """Of one server's and no more than the contract allows in a call; `extending` makes such calls of any."""
+    names = [encode.snapshot_name(ref) for ref in refs]
+    request = snapshot_pb.ExtendSnapshotsRequest(names=names, ttl=None if ttl is None else encode.duration(ttl))
+    return _call(
+        SNAPSHOTS + "ExtendSnapshots",
+        request,
+        lambda data: decode.extended(_read(snapshot_pb.ExtendSnapshotsResponse, data)),
+        refs[0],
+        lost=Extended(snapshots=(), missing=tuple(names)),
     )
 
 
@@ -314,6 +302,7 @@ def delete_snapshot(
         request,
         lambda data: tuple(_read(snapshot_pb.DeleteSnapshotResponse, data).deleted),
         ref,
+        lost=() if allow_missing else None,
     )
 
 
@@ -375,8 +364,17 @@ def _read(kind: type[M], data: bytes) -> M:
     return kind.FromString(data)
 
 
-def _call(path: str, request: ProtoMessage, parse: Callable[[bytes], R], about: SnapshotRef | None = None) -> Call[R]:
-    return Call(path, request.SerializeToString(), parse, encode.instance_of(about))
+def _call(
+    path: str,
+    request: ProtoMessage,
+    parse: Callable[[bytes], R],
+    about: SnapshotRef | None = None,
+    *,
+    lost: R | None = None,
+) -> Call[R]:
+    """`lost`: as in a `Call`, and of no meaning for a bare name, for which any server may be the wrong one."""
+    instance = encode.instance_of(about)
+    return Call(path, request.SerializeToString(), parse, instance, lost if instance else None)
 
 
 def _input(value: InputLike | None, parent: SnapshotRef | None) -> Any:

@@ -11,8 +11,10 @@ from .blocking import Generation, Snapshot, created
 from .connection import Connection
 from .encode import instance_of
 from .endpoint import Tls, endpoint, routed
+from .errors import KVForkError
 from .exchange_wire import export_request
 from .exchanging import Export, imported
+from .extending import extend_calls, join_extended
 from .generating import GenerateOptions, generate_request
 from .messages import InputLike, Mark, SaveOptions, Seconds, SnapshotRef
 from .values import (
@@ -161,9 +163,17 @@ class Client:
     def extend_snapshots(
         self, names: Iterable[SnapshotRef], ttl: Seconds | None = None, *, timeout: float | None = None
     ) -> Extended:
-        """Keeps any number of snapshots alive. Missing names are told, not raised."""
-        parts = [self._connection.unary(call, timeout) for call in calls.extend_snapshots(names, ttl=ttl)]
-        return calls.join_extended(parts)
+        """Keeps any number of snapshots alive. Missing names are told, not raised.
+
+        One call for each server that holds some of them; an error of one is raised once all were asked.
+        """
+        parts: list[Extended | KVForkError] = []
+        for call in extend_calls(names, ttl=ttl):
+            try:
+                parts.append(self._connection.unary(call, timeout))
+            except KVForkError as error:  # handles of other servers live on all the same
+                parts.append(error)
+        return join_extended(parts)
 
     def delete_snapshot(
         self,
@@ -218,12 +228,21 @@ class Client:
     ) -> Imported[Snapshot]:
         """Brings a snapshot to another server; only what is missing there travels. Both need the same exchange key.
 
-        `timeout` is that of each of the calls that it takes.
+        Behind a proxy `to` is whichever server answers first, if it is not routed to one. `timeout` is that of each of
+        the calls that it takes.
         """
+        there = to._one_server(timeout)
         with self.export_snapshot(name, manifest_only=True, timeout=timeout) as manifest:
-            held = to.check_import(manifest.read(), timeout=timeout).held
-        with self.export_snapshot(name, held=held, timeout=timeout) as export:
-            return to.import_snapshot(export, options=options, timeout=timeout)
+            found = there.check_import(manifest.read(), timeout=timeout)
+        source = manifest.summary.snapshot if manifest.summary is not None else name  # says which server holds it
+        with self.export_snapshot(source, held=found.held, timeout=timeout) as export:
+            return there.import_snapshot(export, options=options, timeout=timeout)
+
+    def _one_server(self, timeout: float | None) -> Client:
+        """For calls that belong together: a proxy may send each of them elsewhere."""
+        if self._connection.where.instance:
+            return self
+        return self.routed(instance=self.server_info(timeout=timeout).instance)
 
     def count_tokens(
         self,

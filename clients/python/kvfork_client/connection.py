@@ -14,7 +14,7 @@ import grpc.aio
 
 from .calls import Call
 from .endpoint import Endpoint, in_name_of, routed
-from .errors import Cancelled, KVForkError
+from .errors import Cancelled, KVForkError, WrongInstance
 from .exchange_wire import EXPORT
 from .generating import GENERATE
 from .status import from_status
@@ -43,6 +43,13 @@ def translate(error: grpc.RpcError) -> KVForkError:
     """The typed exception of any error a gRPC call raises."""
     status: Any = error  # sync: the call itself; async: AioRpcError. Both have these three
     return from_status(status.code(), status.details() or "", status.trailing_metadata() or ())
+
+
+def _lost(call: Call[R], error: KVForkError) -> R:
+    """A call's answer where it has one for this error. Raises it otherwise."""
+    if call.lost is not None and isinstance(error, WrongInstance):
+        return call.lost
+    raise error from None
 
 
 def locally_cancelled() -> bool:
@@ -82,7 +89,7 @@ class Connection:
             metadata = self.where.metadata(call.instance)
             reply = method(call.request, timeout=self.deadline(timeout), metadata=metadata)
         except grpc.RpcError as error:
-            raise translate(error) from None
+            return _lost(call, translate(error))
         return call.parse(reply)
 
     def generate(self, request: bytes, timeout: float | None, instance: str = "") -> ByteStream:
@@ -138,7 +145,7 @@ class AsyncConnection:
             metadata = self.metadata(call.instance)
             reply = await method(call.request, timeout=self.deadline(timeout), metadata=metadata)
         except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
+            return _lost(call, translate(error))
         except asyncio.CancelledError:
             if locally_cancelled():  # the channel was closed under the call
                 raise Cancelled("the client was closed") from None

@@ -7,9 +7,9 @@
     ├── NotFound
     │   ├── ModelNotFound
     │   └── SnapshotNotFound         SnapshotExpired, SnapshotDeleted, SnapshotRolledBack, SnapshotEvicted,
-    │                                SnapshotNotDurable
-    ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, WrongInstance,
-    │                                ModelChanged, NotAnAncestor, SnapshotInUse, ImageNotHeld, FingerprintDiffers,
+    │                                SnapshotNotDurable, WrongInstance (FailedPrecondition as well)
+    ├── FailedPrecondition           RecomputeLimit, TurnOpen, TemplateNotAppendable, TemplateMissing, ModelChanged,
+    │                                NotAnAncestor, SnapshotInUse, ImageNotHeld, FingerprintDiffers,
     │                                ExchangeKeyDiffers
     ├── ResourceExhausted            QueueFull, CallQuota, ActiveMemory, SnapshotQuota, PinQuota, StoreFull,
     │                                ForkMemory, ImageMemory, SlowReader, SlowSender, WatchOverflow, WatchQuota,
@@ -307,11 +307,16 @@ class TemplateMissing(FailedPrecondition):
     advice = "this model has no chat template: use raw input"
 
 
-class WrongInstance(FailedPrecondition):
-    """metadata: instance."""
+class WrongInstance(SnapshotNotFound, FailedPrecondition):
+    """The server that answers is not the one that was meant. metadata: instance, the one that answers.
 
+    Of a handle's call: a server that began anew without a store took the place of the one that held it, and it is gone;
+    or calls do not reach the instance that they name.
+    """
+
+    CODE = grpc.StatusCode.FAILED_PRECONDITION
     REASON = "WRONG_INSTANCE"
-    advice = "send the call to the instance that holds the snapshot"
+    advice = "make it again if its server began anew without a store; else send the call to the instance that holds it"
 
 
 class ModelChanged(FailedPrecondition):

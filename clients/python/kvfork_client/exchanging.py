@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,7 +24,9 @@ from .connection import AsyncConnection, Connection, locally_cancelled, translat
 from .errors import Cancelled
 from .exchange_wire import IMPORT, data_requests, first_request, read_imported, read_piece
 from .messages import SaveOptions
-from .values import ExportSummary, Imported
+from .values import ExportSummary, Imported, SnapshotInfo
+
+H = TypeVar("H")
 
 
 class Export(Iterator[bytes]):
@@ -75,10 +77,11 @@ def imported(
     connection: Connection, data: Iterable[bytes], options: SaveOptions | None, timeout: float | None
 ) -> Imported[Snapshot]:
     """Sends `data`. What it raises comes out of here, and ends the import."""
+    first = first_request(options)
     failed: list[BaseException] = []
 
     def requests() -> Iterator[bytes]:
-        yield first_request(options)
+        yield first
         try:
             for piece in data:
                 yield from data_requests(piece)
@@ -90,8 +93,8 @@ def imported(
 
     stop: list[Callable[[], object]] = [lambda: None]
     method: Any = connection.channel.stream_unary(IMPORT)
+    call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
     try:
-        call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
         stop[0] = call.cancel
         if failed:
             call.cancel()
@@ -103,12 +106,7 @@ def imported(
     except BaseException:  # an interrupt: nobody waits for the reply any more
         call.cancel()
         raise
-    return Imported(
-        snapshot=Snapshot(connection, told.snapshot),
-        received_records=told.received_records,
-        received_bytes=told.received_bytes,
-        held_records=told.held_records,
-    )
+    return _handed(told, Snapshot(connection, told.snapshot))
 
 
 class AsyncExport(AsyncIterator[bytes]):
@@ -170,20 +168,12 @@ async def async_imported(
     timeout: float | None,
 ) -> Imported[AsyncSnapshot]:
     """Sends `data`. What it raises comes out of here, and ends the import."""
+    first = first_request(options)
     method: Any = connection.open().stream_unary(IMPORT)
     call = method(timeout=connection.deadline(timeout), metadata=connection.metadata())
     try:
-        # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
-        await call.write(first_request(options))
-        async for piece in _async(data):
-            for request in data_requests(piece):
-                await call.write(request)
-        await call.done_writing()
-    except asyncio.InvalidStateError:
-        pass  # the server has refused it meanwhile; its status says why
-    except grpc.aio.AioRpcError as error:
-        raise translate(error) from None
-    except BaseException:  # of the caller's own, or this task's end
+        await _send(call, first, data)
+    except BaseException:  # of `data`, or this task's end
         call.cancel()
         raise
     try:
@@ -195,12 +185,42 @@ async def async_imported(
             raise Cancelled("the client was closed") from None
         call.cancel()
         raise
+    return _handed(told, AsyncSnapshot(connection, told.snapshot))
+
+
+def _handed(told: Imported[SnapshotInfo], handle: H) -> Imported[H]:
+    """The same with the caller's handle."""
     return Imported(
-        snapshot=AsyncSnapshot(connection, told.snapshot),
+        snapshot=handle,
         received_records=told.received_records,
         received_bytes=told.received_bytes,
         held_records=told.held_records,
     )
+
+
+async def _send(call: Any, first: bytes, data: Iterable[bytes] | AsyncIterable[bytes]) -> None:
+    """Until all is sent, or nobody takes it any more; the call's status says why. Raises what `data` raises."""
+    # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
+    if not await _taken(call.write(first)):
+        return
+    async for piece in _async(data):
+        for request in data_requests(piece):
+            if not await _taken(call.write(request)):
+                return
+    await _taken(call.done_writing())
+
+
+async def _taken(writing: Awaitable[None]) -> bool:
+    """False if the call has ended meanwhile. Raises CancelledError of this task."""
+    try:
+        await writing
+    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        return False
+    except asyncio.CancelledError:
+        if not locally_cancelled():
+            raise
+        return False
+    return True
 
 
 async def _async(data: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Generic, Self, TypeVar
 
-from .errors import KVForkError, SnapshotNotFound
+from .errors import KVForkError, SnapshotNotFound, WrongInstance
 from .folding import Folding
 from .values import Channel, Finished, Progress, Residency, SnapshotInfo, Started, Usage
 
@@ -77,6 +77,8 @@ class SnapshotHandle:
 
     def noted(self, error: KVForkError) -> KVForkError:
         """Remembers that the snapshot is gone if this error says so; hands the error back."""
+        if isinstance(error, WrongInstance) and not self.instance:
+            return error  # the client's own route is wrong: nothing is known of the snapshot
         if isinstance(error, SnapshotNotFound) and error.resource in ("", self.name):
             self.gone = error
         return error

@@ -7,7 +7,10 @@ goes on from it with the rest of them, and so asks for exactly what it would hav
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import kvfork_client as kv
@@ -25,17 +28,28 @@ from .tools import Spellings
 _PROBE = {"type": "function", "function": {"name": "kvforkprobe", "description": "", "parameters": {"type": "object"}}}
 
 _ASKED_SECONDS = 30.0  # for a server to say who a caller is
+_KNOWN_SECONDS = 10.0  # until it is asked again
+_MOST_KNOWN = 1000  # callers; where no token is needed, anybody can invent more
 
 # A place that was kept is gone, or too dear to come to: there is another way to the same tokens.
-_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.WrongInstance, kv.CutInsideImage, kv.RecomputeLimit)
+_LOST = (kv.SnapshotNotFound, kv.ModelChanged, kv.CutInsideImage, kv.RecomputeLimit)
 
 
 class Completions:
-    """For one event loop. `close` lets go of what was kept."""
+    """For one event loop. `close` lets go of what was kept. `clock`: monotonic seconds."""
 
-    def __init__(self, client: kv.AsyncClient, *, bounds: Bounds, aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        client: kv.AsyncClient,
+        *,
+        bounds: Bounds,
+        aliases: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = client
         self._aliases = dict(aliases)
+        self._clock = clock
+        self._let_in: OrderedDict[bytes, float] = OrderedDict()  # until when a caller is not asked about, by its key
         self._keeper = Keeper(bounds)
         self._spellings = Spellings()
         self._takes_tools: dict[str, bool] = {}  # by fingerprint
@@ -50,9 +64,18 @@ class Completions:
         return Caller(hashlib.sha256((token or "").encode()).digest(), client)
 
     async def let_in(self, caller: Caller) -> None:
-        """Asks the server who that is, and learns what it allows. Raises KVForkError for who may not call."""
+        """Asks the server who that is, and learns what it allows. Raises KVForkError for who may not call.
+
+        For some seconds it does not ask again: the server judges every call of a completion by itself.
+        """
+        if self._clock() < self._let_in.get(caller.key, -math.inf):
+            return
         info = await caller.client.server_info(timeout=_ASKED_SECONDS)
         self._keeper.limit(info.limits.max_ttl)
+        self._let_in[caller.key] = self._clock() + _KNOWN_SECONDS
+        self._let_in.move_to_end(caller.key)
+        while len(self._let_in) > _MOST_KNOWN:
+            self._let_in.popitem(last=False)
 
     async def model(self, name: str, caller: Caller) -> kv.ModelInfo:
         """The model behind a name or an alias. Raises KVForkError."""
@@ -91,10 +114,11 @@ class Completions:
                     raise
                 self._keeper.forget(place)
             except kv.SnapshotQuota:
-                if sparing:
+                # What was asked for goes before what is kept for the next time: what would be, then what is.
+                if sparing and (save is None or not self._keeper.give_up(caller)):
                     raise
-                sparing = True  # what was asked for goes before what is kept for the next time
-                await self._keeper.settle()
+                sparing = True
+                await self._keeper.settle(caller)
 
     async def close(self) -> None:
         await self._keeper.close()

@@ -165,6 +165,11 @@ class Conversations(Generic[C, N]):
         """Forgets an entry whose snapshot is of no use. Returns what is to be let go of."""
         return self._remove([entry_id])
 
+    def drop_all(self, caller: C) -> list[tuple[C, N]]:
+        """Forgets all of a caller's. Returns what is to be let go of."""
+        known = self._callers.get(caller)
+        return [] if known is None else self._remove(list(known.entries))
+
     def clear(self) -> list[tuple[C, N]]:
         """Forgets everything. Returns what is to be let go of."""
         return self._remove(list(self._entries))

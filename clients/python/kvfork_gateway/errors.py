@@ -62,6 +62,7 @@ class Refused(Exception):
 _TABLE: tuple[tuple[type[kv.KVForkError], int, str, str | None], ...] = (
     (kv.ContextOverflow, 400, "invalid_request_error", "context_length_exceeded"),
     (kv.ModelNotFound, 404, "invalid_request_error", "model_not_found"),
+    (kv.WrongInstance, 400, "invalid_request_error", None),
     (kv.NotFound, 404, "invalid_request_error", None),
     (kv.InvalidArgument, 400, "invalid_request_error", "invalid_value"),
     (kv.OutOfRange, 400, "invalid_request_error", "invalid_value"),

@@ -75,7 +75,7 @@ class Keeper:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._conversations: Conversations[Caller, Held] = Conversations(bounds)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Caller] = {}  # deletions under way, and in whose name
         self._slots = asyncio.Semaphore(_LET_GO_AT_ONCE)
         self._closed = False
         self.limit(bounds.ttl)
@@ -114,6 +114,12 @@ class Keeper:
     def forget(self, place: Place[Held]) -> None:
         """The snapshots there are of no use."""
         self._let_go(self._conversations.drop(place.entry))
+
+    def give_up(self, caller: Caller) -> bool:
+        """Lets go of all that is kept for a caller. False if that is nothing."""
+        gone = self._conversations.drop_all(caller)
+        self._let_go(gone)
+        return bool(gone)
 
     def remember(
         self,
@@ -168,16 +174,17 @@ class Keeper:
         for task in self._tasks:
             task.cancel()
 
-    async def settle(self) -> None:
-        """Waits for what is being let go of now, for a few seconds."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_SETTLE_SECONDS)
+    async def settle(self, caller: Caller | None = None) -> None:
+        """Waits for what is being let go of now, of one caller's or of all, for a few seconds."""
+        waited = [task for task, whose in self._tasks.items() if caller is None or whose == caller]
+        if waited:
+            await asyncio.wait(waited, timeout=_SETTLE_SECONDS)
 
     def _let_go(self, gone: Iterable[tuple[Caller, Held]]) -> None:
         for caller, held in gone:
             task = asyncio.get_running_loop().create_task(self._delete(caller.client, held))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = caller
+            task.add_done_callback(self._tasks.pop)
 
     async def _delete(self, client: kv.AsyncClient, held: Held) -> None:
         async with self._slots:
