@@ -441,7 +441,7 @@ class ExchangeQuota(ResourceExhausted):
     """metadata: limit."""
 
     REASON = "EXCHANGE_QUOTA"
-    advice = "wait for some of the exports and imports to end"
+    advice = "wait for some of the exports, imports and checks to end"
 
 
 class Unavailable(KVForkError):
