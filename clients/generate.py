@@ -145,10 +145,11 @@ def reasons() -> list[Reason]:
             yield from below(child)
 
     found = []
-    for kind in below(errors.KVForkError):
+    for kind in dict.fromkeys(below(errors.KVForkError)):  # one of two bases comes up twice
         if kind.REASON:
             said = " ".join((kind.__doc__ or "").split()) or f"{kind.advice[:1].upper()}{kind.advice[1:]}."
-            gone = issubclass(kind, errors.SnapshotNotFound)
+            # Of WRONG_INSTANCE only a client that names the instance by itself can tell that the snapshot is gone.
+            gone = issubclass(kind, errors.SnapshotNotFound) and kind.CODE.name == "NOT_FOUND"
             found.append(Reason(kind.REASON, kind.CODE.name, gone, said))
     for name, code, text in (
         ("INVALID_FIELD", "INVALID_ARGUMENT", "Fields of the request are wrong; the error lists them."),

@@ -129,7 +129,7 @@ const (
 	WatchOverflow Reason = "WATCH_OVERFLOW"
 	// RESOURCE_EXHAUSTED. metadata: limit.
 	WatchQuota Reason = "WATCH_QUOTA"
-	// FAILED_PRECONDITION. metadata: instance.
+	// FAILED_PRECONDITION. The server that answers is not the one that was meant. metadata: instance, the one that answers. Of a handle's call: a server that began anew without a store took the place of the one that held it, and it is gone; or calls do not reach the instance that they name.
 	WrongInstance Reason = "WRONG_INSTANCE"
 )
 

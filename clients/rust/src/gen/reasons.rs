@@ -130,7 +130,7 @@ pub enum Reason {
     WatchOverflow,
     /// RESOURCE_EXHAUSTED. metadata: limit.
     WatchQuota,
-    /// FAILED_PRECONDITION. metadata: instance.
+    /// FAILED_PRECONDITION. The server that answers is not the one that was meant. metadata: instance, the one that answers. Of a handle's call: a server that began anew without a store took the place of the one that held it, and it is gone; or calls do not reach the instance that they name.
     WrongInstance,
     /// A reason that is newer than this client.
     Other(String),

@@ -128,7 +128,7 @@ export const reasons = {
   WATCH_OVERFLOW: { code: "RESOURCE_EXHAUSTED", gone: false },
   /** metadata: limit. */
   WATCH_QUOTA: { code: "RESOURCE_EXHAUSTED", gone: false },
-  /** metadata: instance. */
+  /** The server that answers is not the one that was meant. metadata: instance, the one that answers. Of a handle's call: a server that began anew without a store took the place of the one that held it, and it is gone; or calls do not reach the instance that they name. */
   WRONG_INSTANCE: { code: "FAILED_PRECONDITION", gone: false },
 } as const;
 

@@ -131,7 +131,7 @@ public enum Reason {
   WATCH_OVERFLOW(Status.Code.RESOURCE_EXHAUSTED, false),
   /** metadata: limit. */
   WATCH_QUOTA(Status.Code.RESOURCE_EXHAUSTED, false),
-  /** metadata: instance. */
+  /** The server that answers is not the one that was meant. metadata: instance, the one that answers. Of a handle's call: a server that began anew without a store took the place of the one that held it, and it is gone; or calls do not reach the instance that they name. */
   WRONG_INSTANCE(Status.Code.FAILED_PRECONDITION, false),
   /** gRPC itself ended the call, or the reason is newer than this client: see its name. */
   OTHER(Status.Code.UNKNOWN, false);
