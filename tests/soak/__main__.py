@@ -8,6 +8,7 @@ trend.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -22,6 +23,7 @@ from tests.soak.traffic import PLANNED, Caller
 
 MODELS = ("tiny-gemma3-w64", "tiny-llama", "tiny-qwen3_5")
 CALLERS = 10
+LEAST_ROUNDS, LEAST_ACTS = 2, 3  # of each model, and of each caller in a round: however slow the machine is
 FLAGS = ("--max-batch", "4", "--max-queue", "64", "--memory-bytes", "16MiB", "--disk-bytes", "64MiB")
 NOTHING_LEFT = ("sequences", "scheduled", "rows", "row_bytes", "running", "saving", "pinned", "held", "uses")
 MIB = 1 << 20
@@ -49,8 +51,8 @@ def soak(model: str, seconds: float, round_seconds: float, seed: int) -> Run:
         canary = greedy(raw(prompt_of(300, 1)), tokens=16)
         expected = generate(server, canary).ids
         until_time = time.monotonic() + seconds
-        while time.monotonic() < until_time:
-            length = min(round_seconds, until_time - time.monotonic())
+        while run.rounds < LEAST_ROUNDS or time.monotonic() < until_time:
+            length = max(0.0, min(round_seconds, until_time - time.monotonic()))
             callers = [
                 Caller(server, random.Random(f"{seed} {run.rounds} {i}"), f"round-{run.rounds}-{i}")
                 for i in range(CALLERS)
@@ -88,10 +90,12 @@ def soak(model: str, seconds: float, round_seconds: float, seed: int) -> Run:
 
 
 def busy(caller: Caller, seconds: float) -> str:
-    """Acts until time is over; what went wrong, if anything."""
+    """Acts until time is over, but a few times at least; what went wrong, if anything."""
     until_time = time.monotonic() + seconds
     try:
-        while time.monotonic() < until_time:
+        for number in itertools.count():
+            if number >= LEAST_ACTS and time.monotonic() >= until_time:
+                break
             caller.act()
     except Exception as error:  # whatever it is, the soak goes on and says so at its end
         return f"{caller.name}: {type(error).__name__}: {error}"[:500]
