@@ -54,13 +54,22 @@ def to_payload(arrays: dict[str, mx.array]) -> bytearray:
     return encode(parts)
 
 
-def from_payload(payload: bytes | bytearray | memoryview) -> dict[str, mx.array]:
-    """The arrays of a payload, copied into MLX's own memory. Raises PayloadError."""
-    arrays: dict[str, mx.array] = {}
-    for name, part in decode(payload).items():
+def views(payload: bytes | bytearray | memoryview) -> dict[str, ArrayBytes]:
+    """The arrays of a payload where they lie, nothing copied; each can be given to `to_array`. Raises PayloadError."""
+    parts = decode(payload)
+    for name, part in parts.items():
         if part.dtype not in _DTYPES:
             raise PayloadError(f"{name}: unknown dtype {part.dtype}")
-        host = np.frombuffer(part.data, dtype=_NUMPY[part.dtype]).reshape(part.shape)
-        array = mx.array(host)
-        arrays[name] = array.view(mx.bfloat16) if part.dtype == "BF16" else array
-    return arrays
+    return parts
+
+
+def to_array(part: ArrayBytes) -> mx.array:
+    """One of `views`, copied into MLX's own memory."""
+    host = np.frombuffer(part.data, dtype=_NUMPY[part.dtype]).reshape(part.shape)
+    array = mx.array(host)
+    return array.view(mx.bfloat16) if part.dtype == "BF16" else array
+
+
+def from_payload(payload: bytes | bytearray | memoryview) -> dict[str, mx.array]:
+    """The arrays of a payload, copied into MLX's own memory. Raises PayloadError."""
+    return {name: to_array(part) for name, part in views(payload).items()}

@@ -28,20 +28,24 @@ to it at every cut, so that the physical order of the ring, which decides the or
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import mlx.core as mx
 
+from kvcache.codec import ArrayBytes
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
-from kvcache.mlx_arrays import from_payload, to_payload
-from kvcache.records import RecordKind
+from kvcache.mlx_arrays import to_array, to_payload, views
+from kvcache.records import Buffer, RecordKind
 from service.engine.foreign import CACHE_LIST, why_refused
 from service.engine.policies import Arrays, is_state, policy_of, row_policy_of
 from service.engine.upstream import CacheList, of_one_row, qualified_name
 from service.plan import Capture, Restored
 
 LOGITS = "logits"
+
+ByLayer: TypeAlias = dict[str, dict[str, ArrayBytes]]
+"""Of one record: arrays by their layer's number and their own name; what belongs to no layer has the number \"\"."""
 
 RECORD_OF = {
     LayerKind.FULL: RecordKind.FULL,
@@ -115,43 +119,47 @@ def capture_batched(
 
 
 class SharedPayloads:
-    """Payloads as arrays, for one step. One that several rows restore is decoded once, and let go of with this."""
+    """Payloads as what they hold of each layer, for one step. One that several rows restore is decoded once."""
 
-    def __init__(self, restores: list[Restored]) -> None:
-        self._wanted = Counter(id(payload) for restored in restores for payload in restored.payloads)
-        self._held: dict[int, Arrays] = {}
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Buffer, ByLayer]] = {}  # an id is one for as long as its payload is held
 
-    def arrays(self, payload: bytes | bytearray | memoryview) -> Arrays:
-        """The payload's arrays. Each caller has objects of its own: a cache that writes in place changes no other."""
-        arrays = self._held.get(id(payload))
-        if arrays is None:
-            arrays = from_payload(payload)
-            if self._wanted[id(payload)] < 2:
-                return arrays
-            self._held[id(payload)] = arrays
-        return {name: array[...] for name, array in arrays.items()}
+    def by_layer(self, payload: Buffer) -> ByLayer:
+        """Views into the payload: what is made of them is each caller's own."""
+        held = self._held.get(id(payload))
+        if held is None:
+            found: ByLayer = {}
+            for name, part in views(payload).items():
+                number, own = name.split(".", 1) if "." in name else ("", name)
+                found.setdefault(number, {})[own] = part
+            held = self._held[id(payload)] = payload, found
+        return held[1]
 
 
 def restore(
     caches: list, layout: CacheLayout, restored: Restored, payloads: SharedPayloads | None = None
 ) -> mx.array | None:
-    """Fills fresh caches with stored state, whole or not at all; returns the stored logits, if any.
+    """Fills fresh caches with stored state; returns the stored logits, if any.
 
-    Raises ValueError if the records do not add up to the position: a restore is never partly filled.
+    Raises ValueError if the records do not add up to the position; the caches are of no use then. Goes layer by layer,
+    so that the blocks' copies of one can be given back before the next needs room: a restore takes little more than
+    the state it makes.
     """
-    payloads = payloads or SharedPayloads([])
-    blocks: dict[RecordKind, list[Arrays]] = {}
+    payloads = payloads or SharedPayloads()
+    blocks: dict[RecordKind, list[ByLayer]] = {}
     for kind, payload in zip(restored.kinds, restored.payloads, strict=True):
-        blocks.setdefault(kind, []).append(payloads.arrays(payload))
+        blocks.setdefault(kind, []).append(payloads.by_layer(payload))
     for number, (leaf, spec) in enumerate(zip(leaves(caches), layout.layers, strict=True)):
         if spec.kind is LayerKind.NONE:
             continue
-        parts = [_of(number, arrays) for arrays in blocks.get(RECORD_OF[spec.kind], [])]
+        parts = [_arrays(block.get(str(number), {})) for block in blocks.get(RECORD_OF[spec.kind], [])]
+        policy = policy_of(leaf)
         try:
-            policy_of(leaf).restore(leaf, parts, restored.position)
+            policy.restore(leaf, parts, restored.position)
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
-    logits = blocks[RecordKind.LOGITS][0][LOGITS] if RecordKind.LOGITS in blocks else None
+        mx.async_eval(policy.live(leaf))
+    logits = _arrays(blocks[RecordKind.LOGITS][0][""])[LOGITS] if RecordKind.LOGITS in blocks else None
     mx.eval(live_arrays(caches), *([logits] if logits is not None else []))
     return logits
 
@@ -226,6 +234,5 @@ def _add(group: Arrays, number: int, arrays: Arrays) -> None:
     group.update({f"{number}.{name}": array for name, array in arrays.items()})
 
 
-def _of(number: int, arrays: Arrays) -> Arrays:
-    prefix = f"{number}."
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+def _arrays(parts: dict[str, ArrayBytes]) -> Arrays:
+    return {name: to_array(part) for name, part in parts.items()}

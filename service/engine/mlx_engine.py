@@ -91,7 +91,7 @@ class MlxEngine:
     def step(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         self._leave(plan.leave, result)
-        payloads = layers.SharedPayloads([order.restored for order in plan.open if order.restored is not None])
+        payloads = layers.SharedPayloads()
         for order in plan.open:
             self._guard(order.row, result, self._open, order, payloads)
         del payloads

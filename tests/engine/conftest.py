@@ -15,18 +15,18 @@ REAL = ("smollm2", "gemma3")
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Payloads of records that were made arrays, each as often as it was."""
+    """Payloads of records that were decoded, each as often as it was."""
     cpu.mlx()
     from service.engine import layers
 
     payloads: list[object] = []
-    decode = layers.from_payload
+    decode = layers.views
 
     def counted(payload):
         payloads.append(payload)
         return decode(payload)
 
-    monkeypatch.setattr(layers, "from_payload", counted)
+    monkeypatch.setattr(layers, "views", counted)
     return payloads
 
 

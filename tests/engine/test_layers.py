@@ -149,7 +149,7 @@ def test_rows_restored_from_the_same_payloads_write_into_their_own_arrays(
     line = _Line(make)
     line.prefill(end)
     stored = line.stored()
-    payloads = layers.SharedPayloads([stored] * 3)
+    payloads = layers.SharedPayloads()
     alone = [make()]
     layers.restore(alone, line.layout, stored)
     rows = [[make()] for _ in range(3)]
