@@ -2,7 +2,8 @@
 
 Fresh pages cost several times what reading and decrypting into them does: the kernel zeroes them one by one. So the
 memory of a large buffer goes back to a pool when the last view of it is gone, whoever holds that, and serves the next
-one of about its size. The pool keeps little: what lies idle counts as memory of the process.
+one of about its size. The pool holds what a long restore takes, and nothing for long: what lies idle counts as memory
+of the process, so whoever owns a thread that rests calls `give_up_idle`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import weakref
 # about a millisecond per MiB of fresh pages, which a decoding thread would feel.
 MAPPED_BUFFER_BYTES = 256 * 1024
 HUGE_PAGE_BUFFER_BYTES = 4 << 20  # from here on worth asking for large pages: fewer to fault in
-IDLE_BYTES = 32 << 20
+IDLE_BYTES = 256 << 20
 
 
 class BufferPool:
@@ -45,6 +46,13 @@ class BufferPool:
         weakref.finalize(lease, self._give_back, region).atexit = False
         return memoryview(lease).cast("B")
 
+    def give_up_idle(self) -> None:
+        """Unmap what nobody uses."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+            self.idle_bytes = 0
+        idle.clear()  # not under the lock: it takes the system a while
+
     def _give_back(self, region: mmap.mmap) -> None:
         capacity = len(region)
         with self._lock:
@@ -67,6 +75,11 @@ _POOL = BufferPool(IDLE_BYTES)
 def new_buffer(size: int) -> memoryview:
     """Writable bytes of any content."""
     return memoryview(bytearray(size)) if size < MAPPED_BUFFER_BYTES else _POOL.take(size)
+
+
+def give_up_idle() -> None:
+    """Unmap the memory of large buffers that nobody uses now."""
+    _POOL.give_up_idle()
 
 
 def _capacity(size: int) -> int:

@@ -53,6 +53,20 @@ def test_what_lies_idle_is_bounded_and_the_size_used_last_stays() -> None:
     assert sorted(size for size, regions in pool._idle.items() if regions) == [MIB, 2 * MIB]
 
 
+def test_what_lies_idle_can_be_given_up_and_nothing_that_is_seen() -> None:
+    pool = BufferPool(8 * MIB)
+    kept, idle = pool.take(MIB), pool.take(2 * MIB)
+    kept[:] = b"\x07" * MIB
+    del idle
+    assert pool.idle_bytes == 2 * MIB
+    pool.give_up_idle()
+    assert pool.idle_bytes == 0
+    pool.give_up_idle()
+    assert bytes(kept) == b"\x07" * MIB
+    del kept
+    assert pool.idle_bytes == MIB
+
+
 def test_every_size_is_served_exactly() -> None:
     pool = BufferPool(4 * MIB)
     rng = random.Random(1)
