@@ -2,8 +2,8 @@
 
 Fresh pages cost several times what reading and decrypting into them does: the kernel zeroes them one by one. So the
 memory of a large buffer goes back to a pool when the last view of it is gone, whoever holds that, and serves the next
-one of about its size. The pool holds what a long restore takes, and nothing for long: what lies idle counts as memory
-of the process, so whoever owns a thread that rests calls `give_up_idle`.
+one of about its size. The pool holds what a long restore takes; what lies idle counts as memory of the process, so
+whoever knows that nothing is going on calls `give_up_idle`.
 """
 
 from __future__ import annotations

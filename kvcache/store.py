@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvcache.buffers import give_up_idle
 from kvcache.checkpoints import Checkpoints
 from kvcache.disk_tier import DiskTier, Ledger
 from kvcache.errors import StoreClosed, StoreError
@@ -81,7 +80,7 @@ class TieredStore:
             identity=identity,
             wrote=self._count_written,
         )
-        self._io = IoThread("kvcache-io", clock, rest=give_up_idle)
+        self._io = IoThread("kvcache-io", clock)
         self._ledger = Ledger(RecordIndex(clock))
         self._lock = self._ledger.lock
         self._index = self._ledger.index

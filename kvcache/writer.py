@@ -2,7 +2,7 @@
 
 Urgent jobs (reads, trims) run before background ones (writes), in order of arrival; a long background job lets waiting
 urgent ones through by calling `run_urgent`. Hand-over is one lock with a condition: the thread sleeps until there is
-something to do, and wakes now and then to tidy up. A job that raises ends alone.
+something to do. A job that raises ends alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 T = TypeVar("T")
-
-REST_SECONDS = 30.0
 
 
 class CircuitBreaker:
@@ -57,19 +55,9 @@ class CircuitBreaker:
 class IoThread:
     """Runs jobs one at a time. `step` runs them without a thread, for tools and for tests that choose the order."""
 
-    def __init__(
-        self,
-        name: str,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        rest: Job = lambda: None,
-        rest_seconds: float = REST_SECONDS,
-    ) -> None:
-        """`rest` is run by the thread whenever it had nothing to do for `rest_seconds`."""
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._clock = clock
-        self._rest = rest
-        self._rest_seconds = rest_seconds
         self._wake = threading.Condition()
         self._urgent: deque[Job] = deque()
         self._background: deque[Job] = deque()
@@ -168,10 +156,7 @@ class IoThread:
                 while (job := self._next()) is None:
                     if self._stopping:
                         return
-                    pause = self._paused_until - self._clock() if self._background else self._rest_seconds
-                    if not self._wake.wait(pause) and not (self._urgent or self._background):
-                        job = self._rest
-                        break
+                    self._wake.wait(self._paused_until - self._clock() if self._background else None)
             self._run(job)
             del job  # do not keep a payload alive while waiting for the next one
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcache.buffers import give_up_idle
 from kvcache.cache import PrefixCache
 from service.engine import Engine
 from service.errors import CallError, EngineFailed
@@ -258,6 +259,7 @@ class EngineLoop:
         while not self._wait_for_work(steps):
             assert self._engine is not None
             self._engine.relax()
+            give_up_idle()
             self._relax_at = None
         with self._wake:
             messages, self._inbox = list(self._inbox), deque()

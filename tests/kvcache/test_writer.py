@@ -164,36 +164,3 @@ def test_a_breaker_that_never_recovers_never_overflows() -> None:
     for _ in range(5000):
         breaker.failure(now=0.0)
     assert breaker.open_until == 60.0
-
-
-def test_a_thread_without_work_tidies_up_time_and_again_and_survives_a_failure_of_that() -> None:
-    rested = threading.Semaphore(0)
-
-    def rest() -> None:
-        rested.release()
-        raise ValueError("for the log")
-
-    io = IoThread("test-io", rest=rest, rest_seconds=0.001)
-    io.start()
-    assert rested.acquire(timeout=10) and rested.acquire(timeout=10)
-    assert io.call(lambda: 7) == 7
-    assert rested.acquire(timeout=10)
-    io.stop()
-
-
-def test_a_thread_that_waits_for_a_pause_to_end_does_not_rest() -> None:
-    rested: list[int] = []
-    io = IoThread("test-io", rest=lambda: rested.append(1), rest_seconds=0.001)
-    before: list[int] = []
-    done = threading.Event()
-
-    def job() -> None:
-        before.append(len(rested))
-        done.set()
-
-    io.pause(until=io._clock() + 0.2)
-    io.submit(job)
-    io.start()
-    assert done.wait(10)
-    io.stop()
-    assert before == [0]

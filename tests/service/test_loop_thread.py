@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvcache import buffers
+from kvcache.buffers import MAPPED_BUFFER_BYTES, new_buffer
 from kvcache.cache import Keep
 from kvcache.records import RecordId, RecordKind
 from service.engine.fake import FakeEngine
@@ -272,6 +274,18 @@ def test_memory_is_given_back_once_each_time_that_work_has_ceased(monkeypatch: p
         loop.submit(short_work(), listener)
         assert isinstance(listener.end(), Ended)
     loop.close()
+
+
+def test_memory_that_records_were_read_into_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.loop.RELAX_AFTER", 0.01)
+    new_buffer(MAPPED_BUFFER_BYTES)  # gone at once, and so idle
+    assert buffers._POOL.idle_bytes
+    engine = Restful()
+    loop = threaded(lambda: (engine, LoopRig(engine=engine).cache))
+    loop.start()
+    assert engine.rested.wait(60)
+    loop.close()
+    assert not buffers._POOL.idle_bytes
 
 
 def test_asking_again_for_a_loan_gives_no_memory_back_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
