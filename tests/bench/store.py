@@ -21,6 +21,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 
 from kvfork.v1.server_service_pb2 import CacheStats
@@ -31,7 +32,8 @@ from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.records import RecordId, RecordKind, Tier
 from kvcache.restore import plan_restore
 from kvcache.schedule import prefill_schedule
-from kvcache.storage import MemoryStorage
+from kvcache.seal import AesGcmSeal, Scratch
+from kvcache.storage import FileStorage, MemoryStorage
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.tree import Node
 from service.options import default_scratch_dir
@@ -43,7 +45,10 @@ MIB = 1 << 20
 GEMMA3 = CacheLayout((*[LayerSpec(LayerKind.WINDOW, 512)] * 15, *[LayerSpec(LayerKind.FULL)] * 3))
 READS = 5
 RESTORE_RECORDS = 2  # a window of 512 reaches into two blocks
+AWAKE_SECONDS = 0.1  # of work after a wait; until then two threads may share a core while the other one sleeps
+RESTORE_BLOCKS = 32  # of a conversation of 8,192 tokens
 GEMMA3_WINDOW_RECORD = 15 * 2 * BLOCK_TOKENS * 256 * 4  # layers × (K, V) × tokens × head_dim × float32
+GEMMA3_FULL_RECORD = 3 * 2 * BLOCK_TOKENS * 256 * 4
 
 
 def run(options: Options) -> None:
@@ -57,6 +62,7 @@ def run(options: Options) -> None:
         plain: list[tuple[float, float]] = []
         sealed: list[tuple[float, float]] = []
         files: list[tuple[float, float]] = []
+        ceilings: list[float] = []
         for number in range(rounds):
             order = [
                 lambda: files.append(_raw(Path(folder), payloads)),
@@ -67,6 +73,7 @@ def run(options: Options) -> None:
                 os.sync()
                 quiet.wait()
                 turn()
+            ceilings.append(files[-1][1] / len(payloads) * RESTORE_RECORDS / _opened_alone(Path(folder), payloads[0]))
             note(
                 f"  {total / MIB:.0f} MiB in {records} records, write and read back: files {_both(files[-1], total)}, "
                 f"store {_both(sealed[-1], total)}, unencrypted {_both(plain[-1], total)} MiB/s"
@@ -89,6 +96,7 @@ def run(options: Options) -> None:
     ):
         ratios = [b / a for a, b in zip(ours, against, strict=True)]  # of throughput, so of time the other way round
         work = total * (2 if "encrypted" in metric else 1)
+        ceiling = {"ceiling": median(ceilings)} if "restore" in metric else {}
         emit(
             Figure(
                 metric=metric,
@@ -99,10 +107,11 @@ def run(options: Options) -> None:
                 peer=peer,
                 model="records of gemma3",
                 n=rounds,
-                extra={"spread": spread(ratios), "sides_unit": "MiB/s"},
+                extra={"spread": spread(ratios), "sides_unit": "MiB/s", **ceiling},
             ),
             others=busy,
         )
+    _conversation(options, quiet)
     _planning(options)
     _snapshots(100 if options.quick else 1000)
     _decoding(options, quiet)
@@ -165,6 +174,114 @@ def _stored(folder: Path, payloads: Sequence[bytes], *, encrypt: bool) -> tuple[
         read.append(time.perf_counter() - began)
     store.close()
     return written, median(read)
+
+
+def _opened_alone(folder: Path, payload: bytes) -> float:
+    """Seconds in which one thread reads one sealed record and opens it, with no store around it.
+
+    Two threads would do so with `RESTORE_RECORDS` in the same time.
+    """
+    seal, scratch, path = AesGcmSeal(), Scratch(), folder / "sealed"
+    name = RecordId(bytes(32), RecordKind.WINDOW)
+    with path.open("wb", buffering=0) as file:
+        length = sum(file.write(part) for part in seal.seal(name, payload, scratch))
+    seconds: list[float] = []
+    with path.open("rb", buffering=0) as file:
+        for _ in range(READS + 2):
+            began = time.perf_counter()
+            opened = seal.open(name, length, lambda at, into: _read_at(file, at, into), scratch)
+            seconds.append(time.perf_counter() - began)
+            del opened
+    path.unlink()
+    return median(seconds)
+
+
+def _read_at(file: FileIO, at: int, into: memoryview) -> None:
+    file.seek(at)
+    file.readinto(into)
+
+
+class _Forgetful(FileStorage):
+    """Segments that the system can be asked to read from the disk again."""
+
+    def forget(self) -> None:
+        for file in self._files.values():
+            _forget(file)
+
+
+def _forget(file: int) -> None:
+    """Has the system drop a file's pages from its cache."""
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _conversation(options: Options, quiet: Quiet) -> None:
+    """A conversation of 8,192 tokens restored in one order, beside reading as many bytes into as many buffers."""
+    shrink = 8 if options.quick else 1
+    sizes = [GEMMA3_FULL_RECORD // shrink] * RESTORE_BLOCKS + [GEMMA3_WINDOW_RECORD // shrink] * RESTORE_RECORDS
+    total, rounds = sum(sizes), 2 if options.quick else options.runs or 15
+    names = [RecordId(i.to_bytes(32, "big"), RecordKind.WINDOW) for i in range(len(sizes))]
+    places = ["page_cache", "disk"] if hasattr(os, "posix_fadvise") else ["page_cache"]
+    ours: dict[str, list[float]] = {place: [] for place in places}
+    raws: dict[str, list[float]] = {place: [] for place in places}
+    with tempfile.TemporaryDirectory(prefix="kvfork-bench-", dir=default_scratch_dir()) as folder:
+        storage = _Forgetful(Path(folder))
+        limits = StoreConfig(memory_bytes=0, disk_bytes=4 * total + 512 * MIB, queue_bytes=2 * total, min_free_bytes=0)
+        store = TieredStore(limits, storage)
+        store.start()
+        with (Path(folder) / "plain").open("w+b", buffering=0) as plain:
+            for name, size in zip(names, sizes, strict=True):
+                payload = os.urandom(size)
+                assert store.put(name, payload, explicit=True).held
+                plain.write(payload)
+            assert store.flush(300)
+            buffers = [bytearray(payload[:1]) * size for size in sizes]
+
+            def raw() -> float:
+                plain.seek(0)
+                began = time.perf_counter()
+                for buffer in buffers:
+                    plain.readinto(buffer)
+                return time.perf_counter() - began
+
+            def restored() -> float:
+                began = time.perf_counter()
+                result = store.fetch_now(names)
+                seconds = time.perf_counter() - began
+                assert result.ok and set(result.tiers) == {Tier.DISK}
+                return seconds
+
+            raw(), restored()  # their memory is there from now on
+            for place in places:  # one after the other: what comes back from the disk lies in other pages than before
+                for number in range(rounds):
+                    for turn, seconds in [(raw, raws[place]), (restored, ours[place])][:: 1 if number % 2 else -1]:
+                        quiet.wait()
+                        turns: list[float] = []
+                        until = time.perf_counter() + AWAKE_SECONDS
+                        while len(turns) < READS:
+                            if place == "disk":
+                                _forget(plain.fileno())
+                                storage.forget()
+                            took = turn()
+                            if time.perf_counter() > until:
+                                turns.append(took)
+                        seconds.append(median(turns))
+        store.close()
+    for place in places:
+        ratios = [b / a for a, b in zip(ours[place], raws[place], strict=True)]
+        emit(
+            Figure(
+                metric=f"store.conversation_restore_over_raw_{place}",
+                value=median(ratios),
+                unit="ratio",
+                ours=total / MIB / median(ours[place]),
+                against=total / MIB / median(raws[place]),
+                peer="plain file, from the same place",
+                model="records of gemma3, 8,192 tokens",
+                n=rounds,
+                extra={"spread": spread(ratios), "sides_unit": "MiB/s"},
+            )
+        )
 
 
 def _planning(options: Options) -> None:

@@ -164,6 +164,31 @@ def test_rows_restored_from_the_same_payloads_write_into_their_own_arrays(
     assert tokens_of(rows[2][0]) == tokens_of(alone[0])
 
 
+def test_a_restore_takes_little_more_memory_than_the_state_it_makes() -> None:
+    count, ends = 16, range(BLOCK_TOKENS, 9 * BLOCK_TOKENS, BLOCK_TOKENS)
+    caches = [KVCache() for _ in range(count)]
+    for cache in caches:
+        cache.update_and_fetch(*(mx.random.normal((1, 2, ends[-1], 32), key=mx.random.key(n)) for n in (1, 2)))
+    layout = layout_of(caches)
+    blocks = [Capture(start=end - BLOCK_TOKENS, end=end, kinds=(RecordKind.FULL,)) for end in ends]
+    payloads = [layers.capture(caches, layout, block, None)[RecordKind.FULL] for block in blocks]
+    state = sum(map(len, payloads))
+    restored = Restored(
+        position=ends[-1],
+        kinds=(RecordKind.FULL,) * len(ends),
+        starts=tuple(block.start for block in blocks),
+        payloads=tuple(payloads),
+    )
+    fresh = [KVCache() for _ in range(count)]
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    layers.restore(fresh, layout, restored)
+    assert state < mx.get_peak_memory() - before < 1.5 * state
+    for cache, other in zip(caches, fresh, strict=True):
+        assert mx.array_equal(cache.state[0], other.state[0]) and mx.array_equal(cache.state[1], other.state[1])
+
+
 def test_quantised_keys_and_values_come_back_as_they_are_packed() -> None:
     caches = [QuantizedKVCache(group_size=32, bits=4)]
     layout = layout_of(caches)
