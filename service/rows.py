@@ -82,7 +82,7 @@ class Rows:
                 self._closing.append(seq.row)
             return
         if seq.cancelled:
-            self.end(seq.row, Failed(RowFailed("cancelled")))
+            self.end(seq.row, Failed(RowFailed("cancelled", reason="CANCELLED")))
             return
         usage = seq.usage()
         self._totals.ended(usage)

@@ -182,7 +182,7 @@ class Metrics(Collector):
         evicted: Labelled = {(("reason", f"{tier}_budget"),): float(n) for tier, n in stats.evictions_by_tier.items()}
         yield _counter(
             "kvfork_evictions",
-            "Records that left a tier, by reason: memory_budget (given up, or moved to disk), disk_budget, corrupt.",
+            "Records given up, by reason: memory_budget, disk_budget, pending_budget (on its way to disk), corrupt.",
             {**evicted, (("reason", "corrupt"),): float(stats.checkpoints_corrupt)},
         )
 

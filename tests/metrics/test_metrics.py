@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.metrics_core import Metric
@@ -155,12 +156,74 @@ def test_the_dashboard_asks_for_metrics_that_are_there() -> None:
         assert any(word in name for name in shown), word
 
 
+def test_the_dashboard_asks_for_labels_that_are_there() -> None:
+    """A label or value that no sample has makes a panel empty, and nobody hears of it."""
+    labels: dict[str, dict[str, set[str]]] = {}  # metric -> label -> values; the job is the scraper's
+    for family in families(metrics(everything()).page()).values():
+        for sample in family.samples:
+            known = labels.setdefault(sample.name, {"job": {"$job"}})
+            for label, value in sample.labels.items():
+                known.setdefault(label, set()).add(value)
+    for panel in panels():
+        for target in panel["targets"]:
+            expr = target["expr"]
+            asked = re.findall(r"(kvfork_[a-z_]+)(\{[^}]*\})?", expr)
+            for name, selector in asked:
+                matchers = re.findall(r'([a-z]+)(=~|!~|!=|=)"([^"]*)"', selector)
+                assert ("job", "=", "$job") in matchers, f"{panel['title']}: {name} of every job"
+                for label, sign, value in matchers:
+                    assert label in labels[name], f"{panel['title']}: {name} has no {label}"
+                    values = value.split("|") if "~" in sign else [value]
+                    assert set(values) <= labels[name][label], f"{panel['title']}: {name} has no {label} {value}"
+            kept = {label for inner in re.findall(r"by \(([^)]*)\)", expr) for label in inner.split(", ")}
+            assert all(kept <= set(labels[name]) for name, _ in asked), f"{panel['title']}: {kept}"
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert shown == kept - {"le"}, f"{panel['title']}: the legend tells {shown} of {kept}"
+
+
+def everything() -> Meter:
+    """A meter that has met each of what the dashboard asks for by value."""
+    meter = busy()
+    for code in ("OK", "CANCELLED"):
+        meter.call_began("Generate")
+        meter.call_ended("Generate", code, 0.1)
+    for source in ("memory", "disk", "recomputed", "new"):
+        meter.prompt_tokens[source] = 1
+    return meter
+
+
+def test_a_number_says_what_is_good() -> None:
+    """Left out, Grafana's own thresholds hold: red from 80 on whatever is counted, and green for a thread at 0."""
+    numbers = {panel["title"]: panel for panel in panels() if panel["type"] == "stat"}
+    assert len(numbers) == 6
+    colours = {
+        title: [step["color"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]]
+        for title, panel in numbers.items()
+    }
+    assert colours.pop("Model thread") == ["red", "green"]
+    assert colours.pop("Waiting now") == colours.pop("Calls that failed") == ["green", "orange"]
+    assert all(colour == ["blue"] for colour in colours.values())
+
+
+def test_what_reads_grafanas_files_finds_what_grafana_writes() -> None:
+    """Grafana fills in what a legend lacks; importers of its files need not."""
+    for panel in panels():
+        if panel["type"] == "timeseries":
+            legend = set(panel["options"]["legend"])
+            assert {"showLegend", "displayMode", "placement", "calcs"} <= legend, panel["title"]
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in found}) == len(found)
+    return found
+
+
 def test_panels_have_places_and_titles_of_their_own() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    titles = [panel["title"] for panel in panels]
+    titles = [panel["title"] for panel in panels()]
     assert len(set(titles)) == len(titles)
     cells: set[tuple[int, int]] = set()
-    for panel in panels:
+    for panel in panels():
         place = panel["gridPos"]
         covered = {
             (x, y)
@@ -169,6 +232,7 @@ def test_panels_have_places_and_titles_of_their_own() -> None:
         }
         assert place["x"] + place["w"] <= 24 and not covered & cells, panel["title"]
         cells |= covered
+    assert len(cells) == 24 * (1 + max(y for _, y in cells)), "a hole"
 
 
 async def answer(address: str, request: bytes) -> bytes:
