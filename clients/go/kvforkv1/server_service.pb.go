@@ -1049,7 +1049,7 @@ type CacheStats struct {
 	ActiveBytes uint64 `protobuf:"varint,31,opt,name=active_bytes,json=activeBytes,proto3" json:"active_bytes,omitempty"`
 	// Bound on it.
 	ActiveLimitBytes uint64 `protobuf:"varint,32,opt,name=active_limit_bytes,json=activeLimitBytes,proto3" json:"active_limit_bytes,omitempty"`
-	// State evictions by tier: "memory" (given up, or moved to disk), "disk".
+	// Records given up, by tier: "memory", "pending" (on its way to disk), "disk".
 	EvictionsByTier map[string]uint64 `protobuf:"bytes,33,rep,name=evictions_by_tier,json=evictionsByTier,proto3" json:"evictions_by_tier,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Images that the vision tower has encoded. One whose features or state were
 	// stored is not encoded again.

@@ -2571,7 +2571,7 @@ pub struct CacheStats {
     /// Bound on it.
     #[prost(uint64, tag = "32")]
     pub active_limit_bytes: u64,
-    /// State evictions by tier: "memory" (given up, or moved to disk), "disk".
+    /// Records given up, by tier: "memory", "pending" (on its way to disk), "disk".
     #[prost(map = "string, uint64", tag = "33")]
     pub evictions_by_tier: ::std::collections::HashMap<
         ::prost::alloc::string::String,

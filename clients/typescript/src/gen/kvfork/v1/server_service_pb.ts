@@ -836,7 +836,7 @@ export type CacheStats = Message<"kvfork.v1.CacheStats"> & {
   activeLimitBytes: bigint;
 
   /**
-   * State evictions by tier: "memory" (given up, or moved to disk), "disk".
+   * Records given up, by tier: "memory", "pending" (on its way to disk), "disk".
    *
    * @generated from field: map<string, uint64> evictions_by_tier = 33;
    */
