@@ -21,10 +21,12 @@ import grpc.aio
 from .asynchronous import AsyncSnapshot, give_up
 from .blocking import Snapshot
 from .connection import AsyncConnection, Connection, locally_cancelled, translate
-from .errors import Cancelled
+from .errors import Cancelled, DeadlineExceeded
 from .exchange_wire import IMPORT, data_requests, first_request, read_imported, read_piece
 from .messages import SaveOptions
 from .values import ExportSummary, Imported, SnapshotInfo
+
+LOST_SECONDS = 1.0  # behind a deadline: gRPC now and then never tells the end of a call whose messages are still sent
 
 H = TypeVar("H")
 
@@ -74,7 +76,7 @@ class Export(Iterator[bytes]):
 
 
 def imported(
-    connection: Connection, data: Iterable[bytes], options: SaveOptions | None, timeout: float | None
+    connection: Connection, data: bytes | Iterable[bytes], options: SaveOptions | None, timeout: float | None
 ) -> Imported[Snapshot]:
     """Sends `data`. What it raises comes out of here, and ends the import."""
     first = first_request(options)
@@ -83,7 +85,7 @@ def imported(
     def requests() -> Iterator[bytes]:
         yield first
         try:
-            for piece in data:
+            for piece in _in_pieces(data):
                 yield from data_requests(piece)
         except GeneratorExit:  # the call has ended
             raise
@@ -93,12 +95,17 @@ def imported(
 
     stop: list[Callable[[], object]] = [lambda: None]
     method: Any = connection.channel.stream_unary(IMPORT)
-    call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
+    deadline = connection.deadline(timeout)
+    call = method.future(requests(), timeout=deadline, metadata=connection.where.metadata())
     try:
         stop[0] = call.cancel
         if failed:
             call.cancel()
-        told = read_imported(call.result())
+        told = read_imported(call.result(None if deadline is None else deadline + LOST_SECONDS))
+    except grpc.FutureTimeoutError:
+        connection.lose()
+        call.cancel()
+        raise failed[0] if failed else DeadlineExceeded("the deadline passed while the import was sent") from None
     except (grpc.RpcError, grpc.FutureCancelledError) as error:
         if failed:
             raise failed[0] from None
@@ -163,7 +170,7 @@ class AsyncExport(AsyncIterator[bytes]):
 
 async def async_imported(
     connection: AsyncConnection,
-    data: Iterable[bytes] | AsyncIterable[bytes],
+    data: bytes | Iterable[bytes] | AsyncIterable[bytes],
     options: SaveOptions | None,
     timeout: float | None,
 ) -> Imported[AsyncSnapshot]:
@@ -188,6 +195,11 @@ async def async_imported(
     return _handed(told, AsyncSnapshot(connection, told.snapshot))
 
 
+def _in_pieces(data: bytes | Iterable[bytes]) -> Iterable[bytes]:
+    """A whole export is one piece; the integers that its bytes are would be none."""
+    return (data,) if isinstance(data, bytes) else data
+
+
 def _handed(told: Imported[SnapshotInfo], handle: H) -> Imported[H]:
     """The same with the caller's handle."""
     return Imported(
@@ -198,7 +210,7 @@ def _handed(told: Imported[SnapshotInfo], handle: H) -> Imported[H]:
     )
 
 
-async def _send(call: Any, first: bytes, data: Iterable[bytes] | AsyncIterable[bytes]) -> None:
+async def _send(call: Any, first: bytes, data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> None:
     """Until all is sent, or nobody takes it any more; the call's status says why. Raises what `data` raises."""
     # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
     if not await _taken(call.write(first)):
@@ -223,10 +235,10 @@ async def _taken(writing: Awaitable[None]) -> bool:
     return True
 
 
-async def _async(data: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+async def _async(data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     if isinstance(data, AsyncIterable):
         async for piece in data:
             yield piece
     else:
-        for piece in data:
+        for piece in _in_pieces(data):
             yield piece
