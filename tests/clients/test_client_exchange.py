@@ -14,7 +14,7 @@ import pytest
 from contract_peer import Peer, refuse
 from flavours import Flavour
 from kvfork.v1 import types_pb2 as types
-from kvfork_client import AsyncClient, Cancelled, Client, DeadlineExceeded, SaveOptions, SnapshotIdTaken
+from kvfork_client import AsyncClient, Cancelled, Client, DeadlineExceeded, Internal, SaveOptions, SnapshotIdTaken
 
 DATA = [b"snapshots/plan-0001\n", b"abc"]
 
@@ -148,3 +148,32 @@ def test_an_import_whose_end_is_lost_ends_with_its_deadline_and_lets_its_client_
         with pytest.raises(DeadlineExceeded):
             client.routed(instance="peer").import_snapshot(DATA)
     waits.set()
+
+
+class CutWhileWriting:
+    """What grpc.aio now and then makes of a call whose deadline passes while it writes."""
+
+    async def write(self, _request: bytes) -> None:
+        await asyncio.sleep(0.1)
+        raise BufferError("one of gRPC's own kinds")
+
+    def __await__(self) -> Any:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core")
+        yield
+
+    def cancel(self) -> None: ...
+
+
+@pytest.mark.parametrize(("timeout", "told"), [(0.05, DeadlineExceeded), (30.0, Internal)])
+def test_a_deadline_that_cuts_a_write_is_no_failure_of_the_server(
+    peer: Peer, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, timeout: float, told: type[Exception]
+) -> None:
+    async def story() -> None:
+        async with AsyncClient(peer.address) as client:
+            channel = client._connection.open()
+            monkeypatch.setattr(channel, "stream_unary", lambda path: lambda **_: CutWhileWriting())
+            with pytest.raises(told):
+                await client.import_snapshot(DATA, timeout=timeout)
+
+    runner.run(asyncio.wait_for(story(), 30))

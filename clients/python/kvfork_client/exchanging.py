@@ -27,6 +27,7 @@ from .messages import SaveOptions
 from .values import ExportSummary, Imported, SnapshotInfo
 
 LOST_SECONDS = 1.0  # behind a deadline: gRPC now and then never tells the end of a call whose messages are still sent
+_LOST = "Internal error from Core"  # in grpc.aio's own words, where it is the deadline that ended what it wrote
 
 H = TypeVar("H")
 
@@ -177,7 +178,8 @@ async def async_imported(
     """Sends `data`. What it raises comes out of here, and ends the import."""
     first = first_request(options)
     method: Any = connection.open().stream_unary(IMPORT)
-    call = method(timeout=connection.deadline(timeout), metadata=connection.metadata())
+    deadline, began = connection.deadline(timeout), asyncio.get_running_loop().time()
+    call = method(timeout=deadline, metadata=connection.metadata())
     try:
         await _send(call, first, data)
     except BaseException:  # of `data`, or this task's end
@@ -186,6 +188,9 @@ async def async_imported(
     try:
         told = read_imported(await call)
     except grpc.aio.AioRpcError as error:
+        late = deadline is not None and asyncio.get_running_loop().time() >= began + deadline
+        if late and error.details() == _LOST:
+            raise DeadlineExceeded("the deadline passed while the import was sent") from None
         raise translate(error) from None
     except asyncio.CancelledError:
         if locally_cancelled():
@@ -226,7 +231,7 @@ async def _taken(writing: Awaitable[None]) -> bool:
     """False if the call has ended meanwhile. Raises CancelledError of this task."""
     try:
         await writing
-    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+    except Exception:  # of whatever kind it is: gRPC has some of its own for a call that ends while it writes
         return False
     except asyncio.CancelledError:
         if not locally_cancelled():
