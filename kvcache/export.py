@@ -149,11 +149,12 @@ class Importer:
         after = 0
         while True:
             index_bytes, tag = bytearray(_INDEX.size), bytearray(SIGNATURE_BYTES)
+            self._part = f"what comes behind {self._part}"
             self._between = True
             yield memoryview(index_bytes)
             (index,) = _INDEX.unpack(index_bytes)
             if not after <= index < len(self.manifest.items):
-                raise DamagedExport(f"what comes behind {self._part}")
+                raise DamagedExport(self._part)
             after = index + 1
             item = self.manifest.items[index]
             self._part = str(item)

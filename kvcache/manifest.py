@@ -104,11 +104,11 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         return _decode(data)
     except struct.error:
-        raise ExportError("a manifest is shorter than it says") from None
+        raise ExportError("has a manifest that is shorter than it says") from None
     except ExportError:
         raise
     except FormatError as error:
-        raise ExportError(f"a manifest is damaged: {error}") from None
+        raise ExportError(f"has a damaged manifest: {error}") from None
 
 
 def _decode(data: bytes) -> Manifest:
@@ -121,28 +121,28 @@ def _decode(data: bytes) -> Manifest:
         at += _NODE.size + size
         note = notes[BlockKey(key)] = decode_node(data[at - size : at], BlockKey(key))
         if note.schedule[:1] == b"T" and (note.borrows is None or note.schedule != trimmed_schedule(note.borrows)):
-            raise ExportError("a block that was cut does not say from which")
+            raise ExportError("has a block that was cut and does not say from which")
         if note.schedule[:1] != b"T" and note.borrows is not None:
-            raise ExportError("a block that was not cut reads from another")
+            raise ExportError("has a block that was not cut and reads from another")
     root = root_key(snapshot.model, NOBODY)
     end = build_chain(BlockTree(), snapshot.node, notes, (root,), dict.fromkeys(notes, 0))
     if end is None or snapshot.owner != NOBODY:
-        raise ExportError("the chain of a manifest has gaps")
+        raise ExportError("has a manifest whose chain has gaps")
     chain = nodes_of(end)
     if len(chain) != len(notes):
-        raise ExportError("a manifest has nodes that its snapshot does not need")
+        raise ExportError("has a manifest with nodes that its snapshot does not need")
     items = []
     for _ in range(item_count):
         key, kind, size = _ITEM.unpack_from(data, at)
         at += _ITEM.size
         if kind not in KINDS or not 0 < size <= MAX_PAYLOAD_BYTES:
-            raise ExportError("a manifest names a record that there cannot be")
+            raise ExportError("has a manifest that names a record that there cannot be")
         items.append(Item(key, KINDS[kind], size))
     if at != len(data) or len({item.id for item in items}) < len(items):
-        raise ExportError("a manifest has more in it than it says")
+        raise ExportError("has a manifest with more in it than it says")
     keys = {node.key for node in chain}
     if any(item.kind is not NoteKind.MEDIA and item.key not in keys for item in items):
-        raise ExportError("a manifest names records of another chain")
+        raise ExportError("has a manifest that names records of another chain")
     return Manifest(snapshot=snapshot, end=end, items=tuple(items))
 
 

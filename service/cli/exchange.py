@@ -101,7 +101,7 @@ def _show(args: argparse.Namespace, taken: Imported[Snapshot]) -> int:
 
 @contextlib.contextmanager
 def _written(name: str) -> Iterator[BinaryIO]:
-    """A file that appears once it is whole, readable by nobody else; or standard output."""
+    """A file that appears once it is whole, readable by nobody else; or what takes bytes and is no such file."""
     if name == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -109,6 +109,10 @@ def _written(name: str) -> Iterator[BinaryIO]:
     path = Path(name).expanduser()
     beside = path.with_name(path.name + PART)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe: not to be replaced
+            with path.open("wb") as taker:
+                yield taker
+            return
         beside.unlink(missing_ok=True)  # of a run that was killed: its mode, or what it links to, may be anybody's
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:

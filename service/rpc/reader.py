@@ -59,7 +59,7 @@ class Reader:
         if self._closing is not None:
             self._observer.gave_up()
             text = f"the stream was not read for {self._patience:g} s"
-            raise SlowReader(text, hint="read faster, or ask for larger deltas")
+            raise SlowReader(text, hint="read faster; a generation can be asked for larger deltas")
 
     def _give_up(self) -> None:
         self._closing = asyncio.ensure_future(self._events.aclose())

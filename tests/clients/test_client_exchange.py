@@ -14,7 +14,7 @@ import pytest
 from contract_peer import Peer, refuse
 from flavours import Flavour
 from kvfork.v1 import types_pb2 as types
-from kvfork_client import AsyncClient, Cancelled, Client, SaveOptions, SnapshotIdTaken
+from kvfork_client import AsyncClient, Cancelled, Client, DeadlineExceeded, Internal, SaveOptions, SnapshotIdTaken
 
 DATA = [b"snapshots/plan-0001\n", b"abc"]
 
@@ -25,6 +25,11 @@ def test_options_that_make_no_message_are_refused_before_anything_is_sent(peer: 
         flavour.do(client.import_snapshot, DATA, options=SaveOptions(ttl=float("nan")))
     assert peer.seen == []
     assert flavour.do(client.import_snapshot, DATA).snapshot.name == "snapshots/plan-0001"
+
+
+def test_an_export_may_be_given_whole(peer: Peer, flavour: Flavour) -> None:
+    taken = flavour.do(flavour.client(peer.address).import_snapshot, b"".join(DATA))
+    assert taken.snapshot.name == "snapshots/plan-0001" and taken.snapshot.token_count == 3
 
 
 def test_a_closed_client_takes_no_import_as_it_takes_no_other_call(peer: Peer) -> None:
@@ -106,5 +111,69 @@ def test_a_client_that_is_closed_ends_an_import_that_sends(peer: Peer, runner: a
 
         with pytest.raises(Cancelled, match="closed"):
             await client.import_snapshot(source())
+
+    runner.run(asyncio.wait_for(story(), 30))
+
+
+class Lost(grpc.Future):
+    """What gRPC now and then makes of a call whose deadline passes while it sends: it never ends."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "waited for ever"
+        raise grpc.FutureTimeoutError
+
+    def cancel(self) -> bool:
+        return True
+
+    cancelled = running = done = exception = traceback = add_done_callback = None
+
+
+def test_an_import_whose_end_is_lost_ends_with_its_deadline_and_lets_its_client_go(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(peer.address, timeout=0.1) as client:
+        channel, waits = client._connection.channel, threading.Event()
+        ended = channel.close
+
+        def close() -> None:
+            assert waits.wait(10)
+            ended()
+
+        class Method:
+            def future(self, *_: Any, **__: Any) -> Lost:
+                return Lost()
+
+        monkeypatch.setattr(channel, "stream_unary", lambda path: Method())
+        monkeypatch.setattr(channel, "close", close)
+        with pytest.raises(DeadlineExceeded):
+            client.routed(instance="peer").import_snapshot(DATA)
+    waits.set()
+
+
+class CutWhileWriting:
+    """What grpc.aio now and then makes of a call whose deadline passes while it writes."""
+
+    async def write(self, _request: bytes) -> None:
+        await asyncio.sleep(0.1)
+        raise BufferError("one of gRPC's own kinds")
+
+    def __await__(self) -> Any:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core")
+        yield
+
+    def cancel(self) -> None: ...
+
+
+@pytest.mark.parametrize(("timeout", "told"), [(0.05, DeadlineExceeded), (30.0, Internal)])
+def test_a_deadline_that_cuts_a_write_is_no_failure_of_the_server(
+    peer: Peer, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, timeout: float, told: type[Exception]
+) -> None:
+    async def story() -> None:
+        async with AsyncClient(peer.address) as client:
+            channel = client._connection.open()
+            monkeypatch.setattr(channel, "stream_unary", lambda path: lambda **_: CutWhileWriting())
+            with pytest.raises(told):
+                await client.import_snapshot(DATA, timeout=timeout)
 
     runner.run(asyncio.wait_for(story(), 30))

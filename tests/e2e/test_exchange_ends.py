@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -415,6 +416,12 @@ def test_the_command_line_writes_files_and_copies(pair: Pair, tmp_path: Path) ->
     assert sorted(names(pair.there)) == ["snapshots/on-the-move", "snapshots/second-name"]
     kvfork(pair.here, "export", "never-was-here", str(tmp_path / "none"), fails=True)
     assert list(tmp_path.iterdir()) == [file]
+    pipe = tmp_path / "pipe"  # as a device, it takes what is written and is not replaced
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        piped = pool.submit(pipe.read_bytes)
+        assert "700 tokens" in kvfork(pair.here, "export", "on-the-move", str(pipe))
+        assert piped.result(PATIENCE)[:4] == b"KVEX" and pipe.is_fifo()
     file.write_bytes(b"no export")
     assert "export" in kvfork(pair.there, "import", str(file), fails=True)
 

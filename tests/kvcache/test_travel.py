@@ -222,6 +222,22 @@ def test_every_end_that_comes_too_soon_is_refused() -> None:
     taken_in(there, data)
 
 
+def test_an_end_within_what_comes_behind_a_record_names_no_record_that_was_there() -> None:
+    here, there = World(LAYOUTS["all"]), World(LAYOUTS["all"])
+    data = exported(here, here.save(here.run(prompt_of(300)).nodes[300], "original"))
+    with pytest.raises(CutExport) as error:
+        taken_in(there, data + b"\0")
+    assert error.value.part == f"what comes behind {manifest_of(data).items[-1]}"
+
+
+def test_what_is_wrong_with_a_manifest_is_said_of_the_export() -> None:
+    """`ExportError`s go on a sentence that begins with what was sent."""
+    there = World(LAYOUTS["all"])
+    for manifest in (b"{}", b"garbage" * 10, bytes(100)):
+        with pytest.raises(ExportError, match=r"^has a "):
+            taken_in(there, b"".join(Exporter(KEY, manifest).opening()))
+
+
 def test_records_can_neither_change_places_nor_come_from_another_export() -> None:
     here, there = World(LAYOUTS["full"]), World(LAYOUTS["full"])
     snapshot = here.save(here.run(prompt_of(512)).nodes[512], "original")

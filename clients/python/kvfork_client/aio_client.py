@@ -212,12 +212,12 @@ class AsyncClient:
 
     async def import_snapshot(
         self,
-        data: Iterable[bytes] | AsyncIterable[bytes],
+        data: bytes | Iterable[bytes] | AsyncIterable[bytes],
         *,
         options: SaveOptions | None = None,
         timeout: float | None = None,
     ) -> Imported[AsyncSnapshot]:
-        """Takes a snapshot in, all or nothing. `data`: an export, in pieces of any size.
+        """Takes a snapshot in, all or nothing. `data`: an export, whole or in pieces of any size.
 
         What `options` leave out is what it had: id, ttl, labels. Raises ExportDamaged, FingerprintDiffers and others.
         """

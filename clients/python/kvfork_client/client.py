@@ -210,9 +210,9 @@ class Client:
         return self._connection.unary(calls.check_import(manifest), timeout)
 
     def import_snapshot(
-        self, data: Iterable[bytes], *, options: SaveOptions | None = None, timeout: float | None = None
+        self, data: bytes | Iterable[bytes], *, options: SaveOptions | None = None, timeout: float | None = None
     ) -> Imported[Snapshot]:
-        """Takes a snapshot in, all or nothing. `data`: an export, in pieces of any size.
+        """Takes a snapshot in, all or nothing. `data`: an export, whole or in pieces of any size.
 
         What `options` leave out is what it had: id, ttl, labels. Raises ExportDamaged, FingerprintDiffers and others.
         """

@@ -7,6 +7,7 @@ in `calls.py`. A call's `timeout` (seconds) wins over the connection's; None mea
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -66,6 +67,7 @@ class Connection:
         self.where = where
         self._timeout = timeout
         self._over = over
+        self._lost = False  # a call's end, which gRPC waits for when it closes the channel
         self.channel: grpc.Channel
         if over is not None:
             self.channel = over.channel
@@ -109,9 +111,18 @@ class Connection:
         stream: ByteStream = method(request, timeout=timeout, metadata=self.where.metadata(instance))
         return stream
 
+    def lose(self) -> None:
+        """Notes that a call on the channel never came to its end."""
+        if self._over is None:
+            self._lost = True
+        else:
+            self._over.lose()
+
     def close(self) -> None:
         """Cancels what runs; does nothing to a channel that is another's."""
-        if self._over is None:
+        if self._over is None and self._lost:  # waits in vain, where nobody waits for it
+            threading.Thread(target=self.channel.close, name="kvfork-close", daemon=True).start()
+        elif self._over is None:
             self.channel.close()
 
     def deadline(self, timeout: float | None) -> float | None:

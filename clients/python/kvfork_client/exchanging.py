@@ -21,10 +21,13 @@ import grpc.aio
 from .asynchronous import AsyncSnapshot, give_up
 from .blocking import Snapshot
 from .connection import AsyncConnection, Connection, locally_cancelled, translate
-from .errors import Cancelled
+from .errors import Cancelled, DeadlineExceeded
 from .exchange_wire import IMPORT, data_requests, first_request, read_imported, read_piece
 from .messages import SaveOptions
 from .values import ExportSummary, Imported, SnapshotInfo
+
+LOST_SECONDS = 1.0  # behind a deadline: gRPC now and then never tells the end of a call whose messages are still sent
+_LOST = "Internal error from Core"  # in grpc.aio's own words, where it is the deadline that ended what it wrote
 
 H = TypeVar("H")
 
@@ -74,7 +77,7 @@ class Export(Iterator[bytes]):
 
 
 def imported(
-    connection: Connection, data: Iterable[bytes], options: SaveOptions | None, timeout: float | None
+    connection: Connection, data: bytes | Iterable[bytes], options: SaveOptions | None, timeout: float | None
 ) -> Imported[Snapshot]:
     """Sends `data`. What it raises comes out of here, and ends the import."""
     first = first_request(options)
@@ -83,7 +86,7 @@ def imported(
     def requests() -> Iterator[bytes]:
         yield first
         try:
-            for piece in data:
+            for piece in _in_pieces(data):
                 yield from data_requests(piece)
         except GeneratorExit:  # the call has ended
             raise
@@ -93,12 +96,17 @@ def imported(
 
     stop: list[Callable[[], object]] = [lambda: None]
     method: Any = connection.channel.stream_unary(IMPORT)
-    call = method.future(requests(), timeout=connection.deadline(timeout), metadata=connection.where.metadata())
+    deadline = connection.deadline(timeout)
+    call = method.future(requests(), timeout=deadline, metadata=connection.where.metadata())
     try:
         stop[0] = call.cancel
         if failed:
             call.cancel()
-        told = read_imported(call.result())
+        told = read_imported(call.result(None if deadline is None else deadline + LOST_SECONDS))
+    except grpc.FutureTimeoutError:
+        connection.lose()
+        call.cancel()
+        raise failed[0] if failed else DeadlineExceeded("the deadline passed while the import was sent") from None
     except (grpc.RpcError, grpc.FutureCancelledError) as error:
         if failed:
             raise failed[0] from None
@@ -163,14 +171,15 @@ class AsyncExport(AsyncIterator[bytes]):
 
 async def async_imported(
     connection: AsyncConnection,
-    data: Iterable[bytes] | AsyncIterable[bytes],
+    data: bytes | Iterable[bytes] | AsyncIterable[bytes],
     options: SaveOptions | None,
     timeout: float | None,
 ) -> Imported[AsyncSnapshot]:
     """Sends `data`. What it raises comes out of here, and ends the import."""
     first = first_request(options)
     method: Any = connection.open().stream_unary(IMPORT)
-    call = method(timeout=connection.deadline(timeout), metadata=connection.metadata())
+    deadline, began = connection.deadline(timeout), asyncio.get_running_loop().time()
+    call = method(timeout=deadline, metadata=connection.metadata())
     try:
         await _send(call, first, data)
     except BaseException:  # of `data`, or this task's end
@@ -179,6 +188,9 @@ async def async_imported(
     try:
         told = read_imported(await call)
     except grpc.aio.AioRpcError as error:
+        late = deadline is not None and asyncio.get_running_loop().time() >= began + deadline
+        if late and error.details() == _LOST:
+            raise DeadlineExceeded("the deadline passed while the import was sent") from None
         raise translate(error) from None
     except asyncio.CancelledError:
         if locally_cancelled():
@@ -186,6 +198,11 @@ async def async_imported(
         call.cancel()
         raise
     return _handed(told, AsyncSnapshot(connection, told.snapshot))
+
+
+def _in_pieces(data: bytes | Iterable[bytes]) -> Iterable[bytes]:
+    """A whole export is one piece; the integers that its bytes are would be none."""
+    return (data,) if isinstance(data, bytes) else data
 
 
 def _handed(told: Imported[SnapshotInfo], handle: H) -> Imported[H]:
@@ -198,7 +215,7 @@ def _handed(told: Imported[SnapshotInfo], handle: H) -> Imported[H]:
     )
 
 
-async def _send(call: Any, first: bytes, data: Iterable[bytes] | AsyncIterable[bytes]) -> None:
+async def _send(call: Any, first: bytes, data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> None:
     """Until all is sent, or nobody takes it any more; the call's status says why. Raises what `data` raises."""
     # Written from here and not from an iterator of gRPC's, so that what `data` raises is raised in this task.
     if not await _taken(call.write(first)):
@@ -214,7 +231,7 @@ async def _taken(writing: Awaitable[None]) -> bool:
     """False if the call has ended meanwhile. Raises CancelledError of this task."""
     try:
         await writing
-    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+    except Exception:  # of whatever kind it is: gRPC has some of its own for a call that ends while it writes
         return False
     except asyncio.CancelledError:
         if not locally_cancelled():
@@ -223,10 +240,10 @@ async def _taken(writing: Awaitable[None]) -> bool:
     return True
 
 
-async def _async(data: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+async def _async(data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     if isinstance(data, AsyncIterable):
         async for piece in data:
             yield piece
     else:
-        for piece in data:
+        for piece in _in_pieces(data):
             yield piece
