@@ -103,6 +103,8 @@ def _show(args: argparse.Namespace, taken: Imported[Snapshot]) -> int:
 def _written(name: str) -> Iterator[BinaryIO]:
     """A file that appears once it is whole, readable by nobody else; or what takes bytes and is no such file."""
     if name == "-":
+        if sys.stdout is None:
+            raise flags.UsageError("standard output is closed")
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
@@ -129,6 +131,8 @@ def _written(name: str) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def _read(name: str) -> Iterator[BinaryIO]:
     if name == "-":
+        if sys.stdin is None:
+            raise flags.UsageError("standard input is closed")
         yield sys.stdin.buffer
         return
     try:

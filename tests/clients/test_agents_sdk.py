@@ -215,6 +215,7 @@ def test_a_name_that_a_lost_answer_took_is_not_taken_again(
 def test_what_is_kept_is_as_it_was_asked_for(gateway: LiveGateway, client: Client) -> None:
     talk = Talk(gateway, ttl=900, labels={"topic": "harbour"})
     talk.ask("Who is there?", extra_body={"kvfork": {"priority": 3}})
+    assert talk.ask("And now?", extra_body={"kvfork": None})[1]
     info = client.get_snapshot(talk.names()[0]).info
     assert info.labels == {"topic": "harbour"} and info.expire_time is not None
     assert (info.expire_time - info.create_time).total_seconds() == pytest.approx(900, abs=60)

@@ -426,6 +426,13 @@ def test_the_command_line_writes_files_and_copies(pair: Pair, tmp_path: Path) ->
     assert "export" in kvfork(pair.there, "import", str(file), fails=True)
 
 
+@pytest.mark.parametrize(("words", "said"), [("export some -", ">&-"), ("import -", "<&-")])
+def test_a_closed_standard_stream_is_named(words: str, said: str) -> None:
+    shell = f"{sys.executable} -m service snapshots {words} --address 127.0.0.1:1 {said}"
+    done = subprocess.run(["bash", "-c", shell], stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode and "is closed" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_server_that_goes_ends_its_exports_and_imports(key: Path) -> None:
     with LiveServer("tiny-llama", "--exchange-key", str(key), "--drain-seconds", "1", inside=True) as server:
         made = create(server, LONG)

@@ -78,7 +78,8 @@ class SnapshotModel(OpenAIChatCompletionsModel):
     ttl: seconds that a snapshot is kept without use; None: the server's default. durable: on the server's disk, beyond
     its restarts. labels: of the snapshots. What a call is refused for is raised as by the SDK's own model; a snapshot
     that is gone, or no room for another one, is no reason: the conversation is sent whole, the answer not kept.
-    A `kvfork` object of the settings' extra_body goes along; its `parent` is where a conversation begins.
+    A `kvfork` object of the settings' extra_body goes along; its `parent` is where a conversation begins, and its `save`
+    is this class's own.
     """
 
     def __init__(
@@ -163,14 +164,15 @@ class SnapshotModel(OpenAIChatCompletionsModel):
         offered = [Converter.tool_to_openai(tool) for tool in tools]
         offered += [Converter.convert_handoff_tool(one) for one in handoffs]
         body = _body(settings)
-        begun = body.pop("kvfork", {}).get("parent")
+        own = _own(body)
+        body.pop("kvfork", None)
         effort = settings.reasoning.effort if settings.reasoning is not None else None
-        return [str(self.model), system, offered, str(settings.tool_choice), begun, body, effort]
+        return [str(self.model), system, offered, str(settings.tool_choice), own.get("parent"), body, effort]
 
     def _asked(self, turn: Turn) -> tuple[str | None, list[Any], ModelSettings]:
         """The first three arguments of a call: instructions, items, settings."""
         way, body = turn.way, _body(turn.settings)
-        own = dict(body.get("kvfork", {}))
+        own = _own(body)
         if way.parent:
             own |= {"parent": way.parent, "instance": way.instance}
         if way.saves:
@@ -183,7 +185,7 @@ class SnapshotModel(OpenAIChatCompletionsModel):
         """The SDK's answer, or its stream of chunks: nothing else that it hands on has what the gateway says of it."""
         answer: Any = await super()._fetch_response(*args, **options)
         settings: ModelSettings = args[2]
-        turn = self._turns.get(_body(settings).get("kvfork", {}).get("save", {}).get("snapshot_id"))
+        turn = self._turns.get(_own(_body(settings)).get("save", {}).get("snapshot_id"))
         if turn is None:
             return answer
         if not options["stream"]:
@@ -246,3 +248,8 @@ class Turn:
 
 def _body(settings: ModelSettings) -> dict[str, Any]:
     return dict(settings.extra_body) if isinstance(settings.extra_body, Mapping) else {}
+
+
+def _own(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the body says to the gateway alone."""
+    return dict(body.get("kvfork") or {})
