@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,9 +27,8 @@ cpu.prepare()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_is_old_is_not_walked_through() -> Iterator[None]:
+def what_is_old_is_not_walked_through() -> None:
     """Python's collector visits all that a worker ever made, many thousand tests among it: tests that allocate much
     took eight times as long as alone. What lives when a module begins is left out from then on."""
     gc.collect()
     gc.freeze()
-    yield

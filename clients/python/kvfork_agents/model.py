@@ -78,8 +78,8 @@ class SnapshotModel(OpenAIChatCompletionsModel):
     ttl: seconds that a snapshot is kept without use; None: the server's default. durable: on the server's disk, beyond
     its restarts. labels: of the snapshots. What a call is refused for is raised as by the SDK's own model; a snapshot
     that is gone, or no room for another one, is no reason: the conversation is sent whole, the answer not kept.
-    A `kvfork` object of the settings' extra_body goes along; its `parent` is where a conversation begins, and its `save`
-    is this class's own.
+    A `kvfork` object of the settings' extra_body goes along, but for its `save`; its `parent` is where a conversation
+    begins.
     """
 
     def __init__(
