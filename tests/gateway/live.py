@@ -33,6 +33,7 @@ class LiveGateway:
         line = self.process.stdout.readline()
         assert line.startswith("listening on "), self.log
         self.url = line.split()[-1]
+        self._clients: list[openai.OpenAI] = []
 
     @property
     def log(self) -> str:
@@ -40,7 +41,9 @@ class LiveGateway:
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         """The official client, with nothing but its base URL changed."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE, **options)
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE, **options)
+        self._clients.append(made)
+        return made
 
     def terminate(self) -> int:
         """SIGTERM; the exit code."""
@@ -49,6 +52,8 @@ class LiveGateway:
 
     def close(self) -> str:
         """Of one that has ended: what it logged."""
+        for client in self._clients:  # or their connections stay, for Python's collector to complain of in any test
+            client.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
         log = self.log
