@@ -78,7 +78,9 @@ def test_two_hundred_outputs_of_a_schema_are_valid(server_for: Callable[[str], L
     check_persons(server_for("smollm2"), 200)
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma3", "tiny-qwen3_5", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["tiny-llama", "tiny-gemma3", "tiny-qwen3_5", pytest.param("gemma3", marks=pytest.mark.slow)]
+)
 def test_each_kind_of_form_on_each_kind_of_model(server_for: Callable[[str], LiveServer], model: str) -> None:
     server = server_for(model)
     for seed in (1, 2, 3) if model.startswith("tiny") else (1,):
