@@ -24,7 +24,6 @@ _NAMES = {
     mx.uint8: "U8",
     mx.bool_: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _NUMPY = {
     "F32": np.float32,
     "F16": np.float16,
@@ -58,7 +57,7 @@ def views(payload: bytes | bytearray | memoryview) -> dict[str, ArrayBytes]:
     """The arrays of a payload where they lie, nothing copied; each can be given to `to_array`. Raises PayloadError."""
     parts = decode(payload)
     for name, part in parts.items():
-        if part.dtype not in _DTYPES:
+        if part.dtype not in _NUMPY:
             raise PayloadError(f"{name}: unknown dtype {part.dtype}")
     return parts
 

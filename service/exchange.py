@@ -112,7 +112,10 @@ class Exchange:
             )
 
     async def import_snapshot(self, options: SaveOptions, data: AsyncIterator[bytes], owner: str) -> Imported:
-        """Takes a snapshot in. Raises what is wrong with it; of one that is refused nothing stays."""
+        """Takes a snapshot in. Raises what is wrong with it; of one that is refused nothing stays.
+
+        One that breaks off leaves what came of it to the next try, as ordinary state.
+        """
         key = self._need_key()
         loaded, handles = self._rt.need_model("", names_snapshot=False)
         with self._place(owner), ExitStack() as stack:
@@ -170,6 +173,8 @@ class Exchange:
             self._open[owner] -= 1
             if not self._open[owner]:
                 del self._open[owner]
+            if not self._open:
+                self._rt.loop.rest_again()
 
 
 def _files(loaded: Loaded, snapshot: Snapshot) -> dict[MediaTag, bytes]:

@@ -183,6 +183,10 @@ class EngineLoop:
             with contextlib.suppress(RuntimeError):  # the engine thread changed the dictionary meanwhile
                 return self._scheduler.reserved_bytes
 
+    def rest_again(self) -> None:
+        """Somebody has taken memory for a while beside the rows: it is given back as theirs is."""
+        self._post(lambda: None)
+
     def views(self, owner: str) -> list[RowView]:
         """The owner's sequences, oldest first, at some recent moment."""
         return self._steps.views(owner) if self._steps is not None else []
@@ -273,6 +277,8 @@ class EngineLoop:
                     steps.end(message.row, clean=message.clean, save=message.save)
                 case act:
                     act()
+        if self._relax_at is None:
+            self._relax_at = self._clock() + RELAX_AFTER
         steps.start_restores()  # for rows whose restore has to be planned anew
 
     def _wait_for_work(self, steps: Steps) -> bool:

@@ -109,12 +109,16 @@ def _written(name: str) -> Iterator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     path = Path(name).expanduser()
-    beside = path.with_name(path.name + PART)
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe: not to be replaced
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe: not to be replaced
+        try:
             with path.open("wb") as taker:
                 yield taker
-            return
+        except OSError as error:
+            raise flags.UsageError(f"{name} cannot be written: {error.strerror or error}") from None
+        return
+    path = path.resolve()  # or a link would be replaced, /dev/stdout for one
+    beside = path.with_name(path.name + PART)
+    try:
         beside.unlink(missing_ok=True)  # of a run that was killed: its mode, or what it links to, may be anybody's
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:

@@ -152,10 +152,10 @@ def restore(
     for number, (leaf, spec) in enumerate(zip(leaves(caches), layout.layers, strict=True)):
         if spec.kind is LayerKind.NONE:
             continue
-        parts = [_arrays(block.get(str(number), {})) for block in blocks.get(RECORD_OF[spec.kind], [])]
+        own = [block.get(str(number), {}) for block in blocks.get(RECORD_OF[spec.kind], [])]
         policy = policy_of(leaf)
         try:
-            policy.restore(leaf, parts, restored.position)
+            policy.restore(leaf, [_arrays(part) for part in own], restored.position)
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
         mx.async_eval(policy.live(leaf))

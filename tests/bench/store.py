@@ -222,6 +222,7 @@ def _conversation(options: Options, quiet: Quiet) -> None:
     total, rounds = sum(sizes), 2 if options.quick else options.runs or 15
     names = [RecordId(i.to_bytes(32, "big"), RecordKind.WINDOW) for i in range(len(sizes))]
     places = ["page_cache", "disk"] if hasattr(os, "posix_fadvise") else ["page_cache"]
+    others = Bystanders([])
     ours: dict[str, list[float]] = {place: [] for place in places}
     raws: dict[str, list[float]] = {place: [] for place in places}
     with tempfile.TemporaryDirectory(prefix="kvfork-bench-", dir=default_scratch_dir()) as folder:
@@ -235,7 +236,7 @@ def _conversation(options: Options, quiet: Quiet) -> None:
                 assert store.put(name, payload, explicit=True).held
                 plain.write(payload)
             assert store.flush(300)
-            buffers = [bytearray(payload[:1]) * size for size in sizes]
+            buffers = [bytearray(size) for size in sizes]
 
             def raw() -> float:
                 plain.seek(0)
@@ -267,6 +268,7 @@ def _conversation(options: Options, quiet: Quiet) -> None:
                                 turns.append(took)
                         seconds.append(median(turns))
         store.close()
+    busy = others.cores()
     for place in places:
         ratios = [b / a for a, b in zip(ours[place], raws[place], strict=True)]
         emit(
@@ -280,7 +282,8 @@ def _conversation(options: Options, quiet: Quiet) -> None:
                 model="records of gemma3, 8,192 tokens",
                 n=rounds,
                 extra={"spread": spread(ratios), "sides_unit": "MiB/s"},
-            )
+            ),
+            others=busy,
         )
 
 

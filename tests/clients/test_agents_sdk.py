@@ -238,6 +238,9 @@ def test_where_no_more_is_kept_answers_come_all_the_same() -> None:
         _, reach = talk.ask("Who is there?")
         assert talk.ask("And now?")[0] == reach
         assert len(talk.names()) == 1
+        for save in ({"snapshot_id": "of-the-callers"}, None):
+            assert talk.ask("And then?", extra_body={"kvfork": {"save": save}})[1] > 0
+        assert len(talk.names()) == 1
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -27,8 +27,9 @@ def test_options_that_make_no_message_are_refused_before_anything_is_sent(peer: 
     assert flavour.do(client.import_snapshot, DATA).snapshot.name == "snapshots/plan-0001"
 
 
-def test_an_export_may_be_given_whole(peer: Peer, flavour: Flavour) -> None:
-    taken = flavour.do(flavour.client(peer.address).import_snapshot, b"".join(DATA))
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_an_export_may_be_given_whole(peer: Peer, flavour: Flavour, kind: Callable[[bytes], Any]) -> None:
+    taken = flavour.do(flavour.client(peer.address).import_snapshot, kind(b"".join(DATA)))
     assert taken.snapshot.name == "snapshots/plan-0001" and taken.snapshot.token_count == 3
 
 

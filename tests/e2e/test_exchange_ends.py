@@ -422,6 +422,11 @@ def test_the_command_line_writes_files_and_copies(pair: Pair, tmp_path: Path) ->
         piped = pool.submit(pipe.read_bytes)
         assert "700 tokens" in kvfork(pair.here, "export", "on-the-move", str(pipe))
         assert piped.result(PATIENCE)[:4] == b"KVEX" and pipe.is_fifo()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "linked.kvx")
+    for _ in range(2):  # what it points to is there at the second time
+        kvfork(pair.here, "export", "on-the-move", str(link))
+        assert link.is_symlink() and link.read_bytes()[:4] == b"KVEX"
     file.write_bytes(b"no export")
     assert "export" in kvfork(pair.there, "import", str(file), fails=True)
 

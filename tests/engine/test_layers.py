@@ -164,7 +164,8 @@ def test_rows_restored_from_the_same_payloads_write_into_their_own_arrays(
     assert tokens_of(rows[2][0]) == tokens_of(alone[0])
 
 
-def test_a_restore_takes_little_more_memory_than_the_state_it_makes() -> None:
+def test_a_restore_takes_little_more_memory_than_the_state_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "async_eval", mx.eval)  # how far ahead copies run of the joining is the machine's
     count, ends = 16, range(BLOCK_TOKENS, 9 * BLOCK_TOKENS, BLOCK_TOKENS)
     caches = [KVCache() for _ in range(count)]
     for cache in caches:

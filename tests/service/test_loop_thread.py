@@ -273,6 +273,11 @@ def test_memory_is_given_back_once_each_time_that_work_has_ceased(monkeypatch: p
         listener = Listener()
         loop.submit(short_work(), listener)
         assert isinstance(listener.end(), Ended)
+    assert engine.rested.wait(60)
+    engine.rested.clear()
+    loop.rest_again()  # an export, say, has taken some meanwhile
+    assert engine.rested.wait(60)
+    assert engine.rests == 5
     loop.close()
 
 

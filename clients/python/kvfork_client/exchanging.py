@@ -202,7 +202,7 @@ async def async_imported(
 
 def _in_pieces(data: bytes | Iterable[bytes]) -> Iterable[bytes]:
     """A whole export is one piece; the integers that its bytes are would be none."""
-    return (data,) if isinstance(data, bytes) else data
+    return (bytes(data),) if isinstance(data, bytes | bytearray | memoryview) else data
 
 
 def _handed(told: Imported[SnapshotInfo], handle: H) -> Imported[H]:
