@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import math
 import subprocess
 import sys
@@ -56,6 +57,8 @@ PROMISED = {
     "store": {
         "store.write_over_raw_write",
         "store.restore_over_raw_read",
+        "store.conversation_restore_over_raw_page_cache",
+        *(["store.conversation_restore_over_raw_disk"] if hasattr(os, "posix_fadvise") else []),
         "store.encrypted_over_plain",
         "store.plan_1k_ms",
         "store.commit_1k_ms",
