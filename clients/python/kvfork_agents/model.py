@@ -186,7 +186,7 @@ class SnapshotModel(OpenAIChatCompletionsModel):
         """The SDK's answer, or its stream of chunks: nothing else that it hands on has what the gateway says of it."""
         answer: Any = await super()._fetch_response(*args, **options)
         settings: ModelSettings = args[2]
-        turn = self._turns.get((_own(_body(settings)).get("save") or {}).get("snapshot_id"))
+        turn = self._turns.get(_own(_body(settings)).get("save", {}).get("snapshot_id", ""))
         if turn is None:
             return answer
         if not options["stream"]:
