@@ -277,7 +277,7 @@ class EngineLoop:
                     steps.end(message.row, clean=message.clean, save=message.save)
                 case act:
                     act()
-        if self._relax_at is None:
+        if messages and self._relax_at is None:
             self._relax_at = self._clock() + RELAX_AFTER
         steps.start_restores()  # for rows whose restore has to be planned anew
 
