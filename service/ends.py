@@ -65,7 +65,7 @@ class Ends:
         else:
             if wants:
                 self._keeping.hand_out_last_block(seq)
-            self._rows.end(row, Failed(RowFailed("cancelled", reason="CANCELLED")))
+            self._rows.end(row, Failed(RowFailed.given_up()))
 
     def check_time_limits(self, now: float) -> None:
         """Ends every generation that has run for as long as it may."""

@@ -325,3 +325,8 @@ class RowFailed(CallError):
     """One sequence failed by itself (NaN logits, a raising processor): INTERNAL, the others go on."""
 
     reason = "ROW_FAILED"
+
+    @classmethod
+    def given_up(cls) -> RowFailed:
+        """The end of one whose caller left: nobody hears it, and it is counted as no failure."""
+        return cls("cancelled", reason="CANCELLED")

@@ -82,7 +82,7 @@ class Rows:
                 self._closing.append(seq.row)
             return
         if seq.cancelled:
-            self.end(seq.row, Failed(RowFailed("cancelled", reason="CANCELLED")))
+            self.end(seq.row, Failed(RowFailed.given_up()))
             return
         usage = seq.usage()
         self._totals.ended(usage)
