@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -215,6 +215,18 @@ def _forget(file: int) -> None:
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def _awake(turn: Callable[[], float], before: Callable[[], None]) -> float:
+    """Median seconds of `turn`, each behind `before`, once cores that slept are awake."""
+    turns: list[float] = []
+    until = time.perf_counter() + AWAKE_SECONDS
+    while len(turns) < READS:
+        before()
+        seconds = turn()
+        if time.perf_counter() > until:
+            turns.append(seconds)
+    return median(turns)
+
+
 def _conversation(options: Options, quiet: Quiet) -> None:
     """A conversation of 8,192 tokens restored in one order, beside reading as many bytes into as many buffers."""
     shrink = 8 if options.quick else 1
@@ -252,21 +264,16 @@ def _conversation(options: Options, quiet: Quiet) -> None:
                 assert result.ok and set(result.tiers) == {Tier.DISK}
                 return seconds
 
+            def forget() -> None:
+                _forget(plain.fileno())
+                storage.forget()
+
             raw(), restored()  # their memory is there from now on
             for place in places:  # one after the other: what comes back from the disk lies in other pages than before
                 for number in range(rounds):
                     for turn, seconds in [(raw, raws[place]), (restored, ours[place])][:: 1 if number % 2 else -1]:
                         quiet.wait()
-                        turns: list[float] = []
-                        until = time.perf_counter() + AWAKE_SECONDS
-                        while len(turns) < READS:
-                            if place == "disk":
-                                _forget(plain.fileno())
-                                storage.forget()
-                            took = turn()
-                            if time.perf_counter() > until:
-                                turns.append(took)
-                        seconds.append(median(turns))
+                        seconds.append(_awake(turn, forget if place == "disk" else lambda: None))
         store.close()
     busy = others.cores()
     for place in places:
