@@ -14,9 +14,9 @@ from kvcache.cache import Lookup, PrefixCache
 from kvcache.checkpoints import Take, take_at
 from kvcache.media import image_positions
 from kvcache.receipt import MissReason, Usage, lost_to_grid
-from kvcache.records import FetchResult, Tier
+from kvcache.records import FetchResult, RecordKind, Tier
 from kvcache.restore import disk_tokens
-from kvcache.schedule import Call, plan_calls, whole_spans
+from kvcache.schedule import Call, is_trimmed, plan_calls, whole_spans
 from service.events import FinishReason, Timing
 from service.plan import Picked, Restored, RowId
 from service.recorder import Recorder
@@ -122,7 +122,7 @@ class Sequence:
         Asked once for each place, before the step that reaches it.
         """
         if final or self.asked_at(end):
-            return Take(self._layout.kinds)
+            return Take((*self._layout.kinds, RecordKind.LOGITS))
         base = self.work.base
         places = [*self.work.keep, base.end] if self.rehomes and base is not None else self.work.keep
         return take_at(
@@ -168,9 +168,22 @@ class Sequence:
 
     @property
     def rehomes(self) -> bool:
-        """The parent's own state was lost and is computed again on the way."""
-        base = self.work.base
-        return base is not None and self.lookup is not None and self.lookup.position < base.end <= self.prompt_tokens
+        """The parent's own state was lost and is computed again on the way.
+
+        State that is there stays the parent's: what is computed beside it, for want of logits, serves this call alone.
+        """
+        base, lookup = self.work.base, self.lookup
+        if base is None or lookup is None or not lookup.position < base.end <= self.prompt_tokens:
+            return False
+        return lookup.as_made or not lookup.stands
+
+    @property
+    def remakes(self) -> bool:
+        """Of the parent's state or logits something was lost that comes back in other last bits only."""
+        base, lookup = self.work.base, self.lookup
+        if base is None or lookup is None or lookup.position >= base.end or lookup.as_made:
+            return False
+        return not (lookup.stands and is_trimmed(base.schedule))  # a cut had no logits ever
 
     def picked(self, pick: Picked, now: float) -> Piece:
         """The row has its next token; what that makes of the text, which is said already."""

@@ -21,7 +21,8 @@ THROUGH, MARKS, OFF = CheckpointPolicy
 @pytest.mark.parametrize("layout", LAYOUTS, ids=CacheLayout.describe)
 def test_through_takes_every_kind_at_every_boundary(layout: CacheLayout) -> None:
     for places, open_end in (((), False), ((700,), False), ((), True)):
-        assert set(take_at(THROUGH, layout, 512, places=places, open_end=open_end).kinds) == set(layout.kinds)
+        take = take_at(THROUGH, layout, 512, places=places, open_end=open_end)
+        assert set(take.kinds) == {*layout.kinds, RecordKind.LOGITS} and RecordKind.LOGITS in take.passing
 
 
 @pytest.mark.parametrize("policy", [MARKS, OFF])
@@ -30,7 +31,7 @@ def test_without_a_handle_only_what_can_be_cut_anywhere_is_worth_its_memory(
     layout: CacheLayout, policy: CheckpointPolicy
 ) -> None:
     taken = take_at(policy, layout, 512, places=(), open_end=False)
-    assert taken == (Take(passing=(RecordKind.FULL,)) if layout.trimmable else Take())
+    assert taken == (Take(passing=(RecordKind.FULL, RecordKind.LOGITS)) if layout.trimmable else Take())
     assert take_at(policy, layout, 512, places=(512, 300), open_end=False) == taken  # behind it, or itself
 
 
@@ -51,9 +52,11 @@ def test_what_a_handle_will_need_is_firm_and_nothing_else(layout: CacheLayout, p
 def test_a_run_whose_end_is_not_known_keeps_all_that_its_end_may_need(policy: CheckpointPolicy) -> None:
     layout = CacheLayout((FULL, WINDOW, STATE))
     taken = take_at(policy, layout, 512, places=(), open_end=True)
-    assert taken == Take(firm=(RecordKind.FULL,), in_memory=(RecordKind.WINDOW, RecordKind.STATE))
+    in_memory = (RecordKind.WINDOW, RecordKind.STATE)
+    assert taken == Take(firm=(RecordKind.FULL,), in_memory=in_memory, passing=(RecordKind.LOGITS,))
     through = take_at(THROUGH, layout, 512, places=(), open_end=True)
-    assert (set(through.firm), through.passing) == ({RecordKind.FULL, RecordKind.WINDOW}, (RecordKind.STATE,))
+    assert set(through.firm) == {RecordKind.FULL, RecordKind.WINDOW}
+    assert through.passing == (RecordKind.STATE, RecordKind.LOGITS)
 
 
 @pytest.mark.parametrize("spacing", [-1, 1])
