@@ -292,6 +292,11 @@ class PrefixCache(NamedSnapshots):
         with self._lock:
             return self._stock.restorable(node)
 
+    def ready(self, node: Node) -> bool:
+        """Whether a call may go on from the end of `node`, with or without input, for one token at most."""
+        with self._lock:
+            return self._places.ready(node)
+
     def why_not(self, node: Node) -> MissReason:
         """Why nobody can stand at the end of `node`; NONE if one can."""
         with self._lock:

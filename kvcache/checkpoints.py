@@ -6,8 +6,8 @@ Three policies, by what happens to state at a block boundary that nobody asked f
     marks     only what a handle on the way needs; the disk sees nothing else
     off       as `marks`, and nothing goes to disk
 
-A boundary of which all layer kinds are kept is a place that a caller can stand on. Its next-token logits, one vector over
-the vocabulary, are kept with it, so that going on from it without input computes nothing.
+A boundary of which all layer kinds are kept is a place that a caller can stand on. Its next-token logits, one vector
+over the vocabulary, are kept with it, so that going on from it without input computes nothing.
 
 A handle needs the `full` records of all blocks before it, the `window` records that its window reaches into, and the
 `state` of its own place. Where a handle's place is not known yet (a generation that will be saved), the newest

@@ -21,6 +21,7 @@ from kvcache.schedule import (
     continued_schedule,
     cut_by_image,
     is_decoded,
+    is_trimmed,
     prefill_schedule,
     replay_cuts,
     whole_spans,
@@ -98,13 +99,21 @@ class Matcher:
             return replace(further, replay=tuple(replay), own_until=own_until)
         plan = self._stock.plan(path, target=base.end, more_follows=len(tokens) > base.end)
         position = plan.position if plan else 0
+        stands = position == base.end or self._stock.restorable(base)
+        reason = MissReason.NONE
+        if position < base.end and not stands:
+            reason = self._why(path, position, base.end)
+        elif position < base.end:  # its logits are missing; a cut never had any
+            lost = base.why_lost(RecordKind.LOGITS) or MissReason.NOT_WRITTEN
+            reason = MissReason.BETWEEN_CHECKPOINTS if is_trimmed(base.schedule) else lost
         return Lookup(
             plan=plan,
             known=base.end,
-            miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
+            miss_reason=reason,
             replay=tuple(replay),
-            stands=position == base.end or self._stock.restorable(base),
+            stands=stands,
             own_until=own_until,
+            kept=(base,) if position == len(tokens) and position in keep else (),
         )
 
     def _further(self, tokens: Sequence[int], base: Node, keep: set[int]) -> Lookup | None:

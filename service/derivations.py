@@ -170,15 +170,19 @@ class Derivations:
             if call.rounding is Rounding.EXACT:
                 handles.check_id(owner, call.options, source.node.all_tokens()[:position])
             node = cache.hold(ancestor.node) if ancestor is not None else cache.cut(source.node, position)
+            if node is not None and not cache.ready(node):
+                cache.let_go(node)  # else the next call would pay for what this one has promised
+                node = None
             if node is None and call.rounding is Rounding.DOWN:
-                stored = _stored_outside_images(cache, source, position)
-                node = cache.cut(source.node, stored) if stored else None
+                node = _nearest_ready(cache, source, position)
                 if node is None:
                     raise RecomputeLimit.over(position, 0, 0)
-                position = stored
+                position = node.end
             if node is None:
                 images = self._rt.images(loaded, owner, stack)
-                node, usage = await self._recompute(call, source, position, owner, cache, images)
+                base = cache.hold(ancestor.node) if ancestor is not None else cache.hold_base(source.node, position)
+                stack.callback(cache.let_go, base)
+                node, usage = await self._recompute(call, source, position, base, owner, cache, images)
             else:
                 usage = _untouched(cache, node)
             snapshot = await self._rt.add(owner, node, call.options, source)
@@ -219,31 +223,28 @@ class Derivations:
         call: RollbackCall,
         source: Snapshot,
         position: int,
+        base: Node,
         owner: str,
         cache: PrefixCache,
         images: CallImages,
     ) -> tuple[Node, Usage]:
-        """Computes the state at `position` from the deepest stored place before it."""
-        base = cache.hold_base(source.node, position)
-        try:
-            stored = base.end
-            limit = call.max_recompute_tokens
-            if limit is not None and position - stored > limit:
-                raise RecomputeLimit.over(position - stored, limit, stored)
-            tokens = source.node.all_tokens()[:position]
-            work = Work(
-                owner=owner,
-                tokens=tokens,
-                images=await images.placed(tokens),
-                base=base if base.parent is not None else None,
-                keep=frozenset({position}),
-                generation=None,
-                known_tokens=position,
-                known_reason=cache.why_recomputed(source.node, position),
-            )
-            events, usage = await self._rt.run(work, None)
-        finally:
-            cache.let_go(base)
+        """Computes the state at `position` behind `base`: the deepest stored place, or the ancestor that was named."""
+        limit = call.max_recompute_tokens
+        if limit is not None and position - base.end > limit:
+            raise RecomputeLimit.over(position - base.end, limit, base.end)
+        tokens = source.node.all_tokens()[:position]
+        work = Work(
+            owner=owner,
+            tokens=tokens,
+            images=await images.placed(tokens),
+            base=base if base.parent is not None else None,
+            keep=frozenset({position}),
+            generation=None,
+            known_tokens=position,
+            known_reason=cache.why_recomputed(source.node, position),
+            max_recompute_tokens=limit,  # what the base itself lacks is known once its turn has come
+        )
+        events, usage = await self._rt.run(work, None)
         (event,) = events
         if event.lost:
             cache.let_go(event.node)
@@ -325,15 +326,20 @@ class Derivations:
         )
 
 
-def _stored_outside_images(cache: PrefixCache, source: Snapshot, position: int) -> int:
-    """The deepest stored place at or before `position` that cuts no image; 0 if there is none."""
-    while position:
-        position = cache.checkpoints_before(source.node, position)
+def _nearest_ready(cache: PrefixCache, source: Snapshot, position: int) -> Node | None:
+    """The deepest place at or before `position` to go on from without compute, and that cuts no image. Held."""
+    while position := cache.checkpoints_before(source.node, position):
         inside = cut_inside(source.images, position)
-        if inside is None:
-            return position
-        position = inside.start
-    return 0
+        if inside is not None:
+            position = inside.start
+            continue
+        node = cache.cut(source.node, position)
+        if node is not None and cache.ready(node):
+            return node
+        if node is not None:
+            cache.let_go(node)
+        position -= 1
+    return None
 
 
 def _untouched(cache: PrefixCache, node: Node) -> Usage:

@@ -6,9 +6,11 @@ Log-probabilities are compared, of every step and of several tokens: another las
 from __future__ import annotations
 
 from kvfork.v1 import inference_service_pb2 as inference_pb
+from kvfork.v1 import server_service_pb2 as server_pb
+from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
-from tests.e2e.live import Answer, LiveServer, generate, greedy, prompt_of, raw
+from tests.e2e.live import Answer, LiveServer, generate, greedy, prompt_of, raw, refused
 
 SHOWN = inference_pb.OutputOptions(token_ids=True, top_logprobs=5)
 Said = list[tuple[float, ...]]
@@ -82,3 +84,22 @@ def test_a_boundary_that_prefill_passed_says_what_a_prompt_that_ends_there_says(
         cold = generate(cold_server_for(model), greedy(raw(prompt_of(512, 53)), tokens=6, output=SHOWN))
         assert cold.usage.new_tokens == 512
         assert ask(each, handle)[0] == said(cold)
+
+
+def test_a_rollback_within_its_limit_leaves_nothing_to_the_next_call(hybrid: LiveServer, server: LiveServer) -> None:
+    """Evicted state is computed by the rollback, or refused; an ancestor that is named is no exception."""
+    for each in (hybrid, server):
+        source = grown(each, 600, 200, seed=54)
+        ancestor = rolled_back(each, source, 700, most=None).snapshot.name
+        each.server.TrimCache(server_pb.TrimCacheRequest(memory_bytes=0, disk_bytes=0))
+        there = each.snapshots.GetSnapshot(snapshot_pb.GetSnapshotRequest(name=source)).snapshot
+        assert there.residency == pb.RESIDENCY_TOKENS
+        for target in ({"ancestor": ancestor}, {"token_count": 768}, {"token_count": 690}):
+            place = target.get("token_count", 700)
+            request = inference_pb.RollbackRequest(source=source, max_recompute_tokens=place - 1, **target)
+            refusal = refused(lambda call=each.inference.Rollback, request=request: call(request))
+            assert (refusal.reason, refusal.metadata["needed"]) == ("RECOMPUTE_LIMIT", str(place))
+        back = each.inference.Rollback(inference_pb.RollbackRequest(source=source, ancestor=ancestor))
+        assert (back.usage.prompt_tokens, back.usage.recomputed_tokens) == (700, 700)
+        assert back.usage.miss_reason == pb.MISS_REASON_EVICTED
+        never_moves(each, back.snapshot.name, seed=54, recomputed=0)
