@@ -48,6 +48,7 @@ class SnapshotNote:
     expires: float
     pinned: bool
     labels: dict[str, str]
+    revision: int = 0
 
 
 def snapshot_key(fingerprint: str, owner: str, snapshot_id: str) -> bytes:
@@ -87,6 +88,7 @@ def decode_node(payload: bytes, key: BlockKey) -> NodeNote:
 
 
 def encode_snapshot(snapshot: Snapshot, fingerprint: str) -> bytes:
+    revision = {"revision": snapshot.revision} if snapshot.revision else {}
     return json.dumps(
         {
             "v": SNAPSHOT_VERSION,
@@ -101,6 +103,7 @@ def encode_snapshot(snapshot: Snapshot, fingerprint: str) -> bytes:
             "expires": snapshot.expires,
             "pinned": snapshot.pinned,
             "labels": snapshot.labels,
+            **revision,
         },
         separators=(",", ":"),
     ).encode()
@@ -116,10 +119,13 @@ def decode_snapshot(payload: bytes) -> SnapshotNote:
         numbers = [float(entry[name]) for name in ("created", "last_use", "ttl", "expires")]
         node = bytes.fromhex(entry["node"])
         pinned = entry["pinned"]
+        revision = entry.get("revision", 0)  # of a snapshot whose state is as it was made there is none
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise FormatError(f"not a snapshot: {type(error).__name__}") from None
     if not all(isinstance(text, str) for text in texts) or not isinstance(pinned, bool) or len(node) != KEY_BYTES:
         raise FormatError("not a snapshot: a field has the wrong type")
+    if type(revision) is not int or not 0 <= revision < 1 << 32:
+        raise FormatError("not a snapshot: its revision is no number")
     if any(number != number or abs(number) == float("inf") for number in numbers):
         raise FormatError("not a snapshot: a time is no number")
     return SnapshotNote(
@@ -134,4 +140,5 @@ def decode_snapshot(payload: bytes) -> SnapshotNote:
         expires=numbers[3],
         pinned=pinned,
         labels=dict(entry["labels"]),
+        revision=revision,
     )

@@ -74,6 +74,16 @@ class Places:
         cheap = self._stock.layout.trimmable and is_decoded(node.schedule)
         return cheap or self._stock.has(RecordId(node.key, RecordKind.LOGITS))
 
+    def lost_source(self, node: Node) -> Node | None:
+        """Of a cut whose state is lost: the block that it was cut from, if prefill brings that back as it was."""
+        source = node.borrows
+        if source is None or self._stock.restorable(node):
+            return None
+        path = source.path()
+        plan = self._stock.plan(path, target=source.end, more_follows=True)
+        position = plan.position if plan else 0
+        return None if any(is_decoded(here.schedule) for here in path if here.end > position) else source
+
     def hold_base(self, node: Node, position: int) -> Node:
         """The deepest place on `node`'s path before `position` that can be restored, else the root. Held once."""
         stored = self.checkpoints_before(node, position)

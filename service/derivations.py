@@ -46,7 +46,7 @@ class Derivations:
             ends = [end, *places]
             for each, place in zip(options, ends, strict=True):
                 handles.check_id(owner, each, prompt.tokens[:place])
-            nodes, usage = await self._nodes_at(loaded, parent, prompt, frozenset(ends), owner)
+            nodes, usage = await self._nodes_at(loaded, parent, prompt, frozenset(ends), owner, images)
             wanted = [loaded.cache.hold(nodes[place]) for place in ends]
             for node in nodes.values():
                 loaded.cache.let_go(node)
@@ -55,11 +55,18 @@ class Derivations:
             return Created(snapshot=snapshot, usage=usage, marked=tuple(marked))
 
     async def _nodes_at(
-        self, loaded: Loaded, parent: Snapshot | None, prompt: Prompt, places: frozenset[int], owner: str
+        self,
+        loaded: Loaded,
+        parent: Snapshot | None,
+        prompt: Prompt,
+        places: frozenset[int],
+        owner: str,
+        images: CallImages,
     ) -> tuple[dict[int, Node], Usage]:
         """A held node for each place of the prompt; places within the parent are found, those beyond computed."""
         cache = loaded.cache
         nodes: dict[int, Node] = {}
+        held = ExitStack()
         try:
             for place in places:
                 if parent is not None and place <= parent.token_count:
@@ -77,6 +84,7 @@ class Derivations:
                 base=parent.node if parent else None,
                 keep=places - nodes.keys(),
                 generation=None,
+                mended=await self._rt.mend(parent, images, held),
             )
             events, usage = await self._rt.run(work, parent)
             lost = ""
@@ -89,6 +97,8 @@ class Derivations:
             for node in nodes.values():
                 cache.let_go(node)
             raise
+        finally:
+            held.close()
         return nodes, usage
 
     async def fork(self, call: ForkCall, owner: str) -> Forked:
@@ -106,13 +116,15 @@ class Derivations:
                 prompts.append(prompt)
             for branch, prompt in zip(call.branches, prompts, strict=True):
                 handles.check_id(owner, branch.options, prompt.tokens)
-            nodes, usage = await self._run_branches(loaded, parent, prompts, owner)
+            adds = any(len(prompt.tokens) > parent.token_count for prompt in prompts)
+            mended = await self._rt.mend(parent, images, stack) if adds else None
+            nodes, usage = await self._run_branches(loaded, parent, prompts, owner, mended)
             options = [branch.options for branch in call.branches]
             made = await self._rt.add_all(owner, list(zip(nodes, options, strict=True)), parent)
             return Forked(snapshots=tuple(handles.view(s) for s in made), usage=usage)
 
     async def _run_branches(
-        self, loaded: Loaded, parent: Snapshot, prompts: list[Prompt], owner: str
+        self, loaded: Loaded, parent: Snapshot, prompts: list[Prompt], owner: str, mended: Usage | None
     ) -> tuple[list[Node], Usage]:
         """A held node for each prompt; branches that add tokens are prefilled side by side."""
         cache = loaded.cache
@@ -125,6 +137,7 @@ class Derivations:
                 keep=frozenset({len(p.tokens)}),
                 generation=None,
                 group=f"{owner} {parent.id}",
+                mended=mended,
             )
             for p in prompts
             if len(p.tokens) > parent.token_count

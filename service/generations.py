@@ -51,6 +51,9 @@ class Generations:
             room = loaded.view.context_tokens - len(prompt.tokens)
             asked = call.stopping.max_tokens
             most = asked if asked is not None else self._rt.config.default_max_tokens
+            mended = await self._rt.mend(
+                parent, images, stack, limit=call.max_recompute_tokens, priority=call.priority, deadline=deadline
+            )
             text, constraint = await self._rt.on_text_thread(lambda: _texts(loaded, call, prompt, most, room))
             work = Work(
                 owner=owner,
@@ -68,6 +71,7 @@ class Generations:
                     constraint=constraint,
                     mark_reasoning=None in places,
                 ),
+                mended=mended,
                 max_recompute_tokens=call.max_recompute_tokens,
                 progress=call.output.progress,
                 priority=call.priority,

@@ -246,4 +246,5 @@ class Handles:
             exclusive_bytes=state.exclusive_bytes,
             instance=self._instance,
             active_uses=snapshot.uses,
+            state_revision=snapshot.revision,
         )

@@ -218,27 +218,33 @@ class Sequence:
         # A prefill that was stopped has a receipt for what it did.
         done = min(self.position, self.prompt_tokens)
         known = min(max(lookup.known, self.work.known_tokens), done)
-        recomputed = known - lookup.position
+        position, disk, disk_bytes = lookup.position, self._disk_tokens, self._disk_bytes
+        mended = self.work.mended
+        if mended is not None:  # what was restored from there on was computed for this very call
+            position, disk = min(position, mended.cached_tokens), mended.disk_tokens
+            disk_bytes += mended.disk_bytes_read
+        recomputed = known - position
         base = self.work.base
-        grid = lost_to_grid(lookup.position, known, kept=base.end if base is not None else 0)
+        grid = lost_to_grid(position, known, kept=base.end if base is not None else 0)
         return Usage(
             prompt_tokens=done,
-            cached_tokens=lookup.position,
+            cached_tokens=position,
             recomputed_tokens=recomputed,
             new_tokens=done - known,
             image_tokens=image_positions(self.tokens[:done]),
             completion_tokens=self.completion,
-            memory_tokens=lookup.position - self._disk_tokens,
-            disk_tokens=self._disk_tokens,
-            disk_bytes_read=self._disk_bytes,
+            memory_tokens=position - disk,
+            disk_tokens=disk,
+            disk_bytes_read=disk_bytes,
             grid_tokens=grid,
             diverged_at=known if known < done else None,
             miss_reason=self._miss_reason(lookup, lacked=recomputed - grid) if recomputed else MissReason.NONE,
+            remade=self.remakes and recomputed > 0,
         )
 
     def _miss_reason(self, lookup: Lookup, lacked: int) -> MissReason:
         """Why what was known had to be computed again; a rollback's cut between kept places is nobody's loss."""
-        reason = lookup.miss_reason
+        reason = lookup.miss_reason if self.work.mended is None else self.work.mended.miss_reason
         if reason is MissReason.NONE and lacked:
             reason = self.work.known_reason
         return MissReason.BETWEEN_CHECKPOINTS if reason is MissReason.NONE else reason
