@@ -42,7 +42,8 @@ class Names:
         )
 
     def add(self, id: str, *, owner: str = "a", end: int = 10, lineage: str = "", now: float = 0.0, ttl: float = 10.0,
-            pinned: bool = False, token: int = 1, parent: Snapshot | None = None, call: str = "") -> Snapshot:  # fmt: skip
+            pinned: bool = False, token: int = 1, parent: Snapshot | None = None,
+            call: str = "") -> Snapshot:  # fmt: skip
         """`call` brought what lies beyond the parent: one of its own where it is empty."""
         snapshot = Snapshot(
             id=id, owner=owner, node=node_at(end, token), created=now, last_use=now, ttl=ttl, expires=now + ttl,
