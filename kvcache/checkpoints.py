@@ -92,5 +92,6 @@ def take_at(policy: CheckpointPolicy, layout: CacheLayout, end: int, *, places: 
         elif is_passing or policy is CheckpointPolicy.THROUGH:
             passing.append(kind)
     if len(firm) + len(in_memory) + len(passing) == len(layout.kinds):
-        passing.append(RecordKind.LOGITS)
+        # They stay in memory as FULL records do, and are worth to the store what those are.
+        (firm if RecordKind.FULL in firm else passing).append(RecordKind.LOGITS)
     return Take(tuple(firm), tuple(passing), tuple(in_memory))

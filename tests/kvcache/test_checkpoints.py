@@ -22,7 +22,8 @@ THROUGH, MARKS, OFF = CheckpointPolicy
 def test_through_takes_every_kind_at_every_boundary(layout: CacheLayout) -> None:
     for places, open_end in (((), False), ((700,), False), ((), True)):
         take = take_at(THROUGH, layout, 512, places=places, open_end=open_end)
-        assert set(take.kinds) == {*layout.kinds, RecordKind.LOGITS} and RecordKind.LOGITS in take.passing
+        assert set(take.kinds) == {*layout.kinds, RecordKind.LOGITS}
+        assert (RecordKind.LOGITS in take.firm) is (RecordKind.FULL in take.firm)
 
 
 @pytest.mark.parametrize("policy", [MARKS, OFF])
@@ -45,7 +46,10 @@ def test_what_a_handle_will_need_is_firm_and_nothing_else(layout: CacheLayout, p
             needed = {RecordKind.FULL} if RecordKind.FULL in layout.kinds else set()
             if layout.window and end > place - layout.window:
                 needed.add(RecordKind.WINDOW)
-            assert set(take_at(policy, layout, end, places=(place,), open_end=False).firm) == needed
+            take = take_at(policy, layout, end, places=(place,), open_end=False)
+            assert set(take.firm) - {RecordKind.LOGITS} == needed
+            # Logits are of use where one can stand, and nowhere else.
+            assert (RecordKind.LOGITS in take.kinds) is (set(take.kinds) >= set(layout.kinds))
 
 
 @pytest.mark.parametrize("policy", [MARKS, OFF])
@@ -53,10 +57,10 @@ def test_a_run_whose_end_is_not_known_keeps_all_that_its_end_may_need(policy: Ch
     layout = CacheLayout((FULL, WINDOW, STATE))
     taken = take_at(policy, layout, 512, places=(), open_end=True)
     in_memory = (RecordKind.WINDOW, RecordKind.STATE)
-    assert taken == Take(firm=(RecordKind.FULL,), in_memory=in_memory, passing=(RecordKind.LOGITS,))
+    assert taken == Take(firm=(RecordKind.FULL, RecordKind.LOGITS), in_memory=in_memory)
     through = take_at(THROUGH, layout, 512, places=(), open_end=True)
-    assert set(through.firm) == {RecordKind.FULL, RecordKind.WINDOW}
-    assert through.passing == (RecordKind.STATE, RecordKind.LOGITS)
+    assert set(through.firm) == {RecordKind.FULL, RecordKind.WINDOW, RecordKind.LOGITS}
+    assert through.passing == (RecordKind.STATE,)
 
 
 @pytest.mark.parametrize("spacing", [-1, 1])
