@@ -202,8 +202,8 @@ class StepResult:
     A row in `lost` has no other entry either, but stays open: a decode call that it was part of failed and took its
     state along. It has picked nothing, and must be opened anew, up to the token it picked last, before it goes on.
 
-    A row in `unfed` was to decode and was not fed, since it had not picked from its last logits, or not said its pick: its
-    constraint has yet to answer. Such a row may be in `picked`, with the token that it is fed next.
+    A row in `unfed` was to decode and was not fed: its constraint had not answered, so it had yet to pick from its last
+    logits, or to say its pick. It may be in `picked` now, with the token that it is fed next.
 
     An image in `unencoded` could not be encoded, and the open rows that still needed it are in `failed`.
     """

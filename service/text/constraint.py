@@ -57,7 +57,7 @@ class RowConstraint:
             if answer is None:
                 return None
             self._mask = answer[1]
-        fitting = self._fitting(bool(self._mask[0]), self._mask[1:])
+        fitting = self._fitting(self._mask[1:], accepts=bool(self._mask[0]))
         return fitting if gate is None or gate.settled else _with(fitting, self._openers)
 
     def took(self, token: int) -> None:
@@ -98,7 +98,7 @@ class RowConstraint:
             raise _failed(one_line(answer[1].decode(errors="replace")) or NOTHING_FITS)
         return answer
 
-    def _fitting(self, accepts: bool, mask: bytes) -> bytes:
+    def _fitting(self, mask: bytes, *, accepts: bool) -> bytes:
         if self._count + 1 < self._eos_from:
             # Where nothing but the end is left, it may come after all.
             mask = _without(mask, self._eos_ids) or mask

@@ -1,4 +1,4 @@
-"""What the server and the processes that compile forms say to each other: values and frames, and no library behind them.
+"""What the server and the processes that compile forms say to each other. Values and frames, and no library behind.
 
 A frame is a kind (1 byte), a length (4 bytes) and a payload. What asks a process for a child is a `REQUEST` instead,
 with the child's end of a socket beside it.

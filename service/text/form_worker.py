@@ -119,9 +119,10 @@ def _form(server: socket.socket, tokenizer: LLTokenizer, vocabulary: Vocabulary)
 
 
 def _row(server: socket.socket, matcher: LLMatcher, seconds: float) -> None:
-    """A row's life: a mask, then for each token what it makes of the text, and the next mask. `seconds`: see `TOKEN_SECONDS`.
+    """A row's life: a mask, then for each token what it makes of the text, and the next mask.
 
-    Ends of itself where nothing can follow; SIGPROF ends it when its processor time is used up.
+    Ends of itself where nothing can follow. The kernel ends it, by SIGPROF, once its processor time is used up: `seconds`
+    at first, and never more.
     """
     send(server, Reply.READY)
     left, began = seconds, time.process_time()

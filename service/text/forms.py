@@ -1,8 +1,8 @@
 """Compiled forms and the rows that follow them: the server's side of `form_worker`'s processes.
 
 Owns those processes: the root, begun at the first form and begun anew when it has died; a process for each compiled
-form, the last ones kept, each for its owner alone, so that no time tells of another's; one for each row. What becomes of
-a process costs its own form or row. No more than so many compile at a time, and no owner takes all of these places.
+form, the last ones kept, each for its owner alone, so that no time tells of another's; one for each row. What becomes
+of a process costs its own form or row. No more than so many compile at a time, and no owner takes all those places.
 """
 
 from __future__ import annotations
@@ -280,7 +280,6 @@ class _Root(_Process):
             code = f"from service.text.form_worker import main; main({theirs.fileno()})"
             environment = {
                 "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-                "PATH": os.environ.get("PATH", ""),
                 "TOKENIZERS_PARALLELISM": "false",  # threads would not survive a fork
             }
             self._process = subprocess.Popen(

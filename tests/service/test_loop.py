@@ -107,11 +107,27 @@ def test_a_row_whose_form_answers_late_waits_alone_and_becomes_what_it_would_hav
     assert late.tokens == in_time.tokens and late.final == in_time.final == [length + 9]
     assert free.tokens == rig.engine.continuation(prompt, 50)
     assert rig.loop.totals.late_rows == 9 * 2 * 4
-    # While it waited, the other went on.
-    assert len(free.events) == len(rig.submit(prompt, generate=50).events) or free.end is not None
     again = rig.submit([*late.nodes[length + 9].all_tokens(), 5], base=late.nodes[length + 9], generate=3)
     rig.run()
     assert again.receipt[0] == length + 9
+
+
+@pytest.mark.parametrize("length", [40, 252])  # the second stands at a block's end by then
+def test_a_row_that_is_stopped_while_it_waits_for_its_form_ends_with_its_next_token(rig: LoopRig, length: int) -> None:
+    prompt = prompt_of(length)
+    late = rig.submit(prompt, generate=50, constraint=Only({3, 77, 399}, 9, late=4), save=True)
+    while len(late.tokens) < 4 or not rig.steps.rows[late.row].waits_for_pick:
+        rig.turn()
+    rig.loop.stop(late.row)
+    rig.run()
+    assert len(late.tokens) == 5
+    assert isinstance(late.end, Ended) and late.end.reason is FinishReason.STOPPED
+    (end,) = late.final
+    assert end == length + len(late.tokens)
+    assert list(late.nodes[end].all_tokens()) == prompt + late.tokens
+    again = rig.submit([*late.nodes[end].all_tokens(), 5], base=late.nodes[end], generate=3)
+    rig.run()
+    assert again.receipt[0] == end
 
 
 @pytest.mark.parametrize(("length", "end"), [(20, 3), (250, 30), (250, 6), (255, 1), (20, 12)])
