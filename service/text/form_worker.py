@@ -121,7 +121,7 @@ def _form(server: socket.socket, tokenizer: LLTokenizer, vocabulary: Vocabulary)
 def _row(server: socket.socket, matcher: LLMatcher, seconds: float) -> None:
     """A row's life: a mask, then for each token what it makes of the text, and the next mask.
 
-    Ends of itself where nothing can follow. The kernel ends it, by SIGPROF, once its processor time is used up: `seconds`
+    Ends of itself where nothing can follow. SIGPROF ends it once its processor time is used up, which is `seconds`
     at first, and never more.
     """
     send(server, Reply.READY)

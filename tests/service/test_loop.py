@@ -40,7 +40,7 @@ def test_a_generation_says_when_it_began_what_it_picked_and_what_it_cost(rig: Lo
 
 
 class Only:
-    """A form of `most` tokens out of `tokens`; asked for more, it has none left. Each answer is `late` times not there."""
+    """A form of `most` tokens out of `tokens`; asked for more, it has none left. Each answer is late `late` times."""
 
     def __init__(self, tokens: set[int], most: int, *, late: int = 0) -> None:
         self.tokens, self.left = tokens, most
