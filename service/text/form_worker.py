@@ -27,6 +27,7 @@ from typing import cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from service.text.closed import close_objects
 from service.text.form_frames import HEAD, REQUEST, TOKEN, TOKEN_SECONDS, Reply, Request, Vocabulary
 from service.text.tokens import spans_of
 
@@ -166,7 +167,11 @@ def _grammar(form: str, text: str, options: list[str]) -> str:
         case "json_schema":
             if not text.lstrip().startswith("{"):
                 raise ValueError("must be a JSON object")
-            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _JSON_SPACE})
+            try:
+                closed = close_objects(text)
+            except RecursionError:
+                raise ValueError("is nested too deeply") from None
+            return LLMatcher.grammar_from_json_schema(closed, defaults={"whitespace_pattern": _JSON_SPACE})
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "lark":
