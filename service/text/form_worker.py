@@ -39,6 +39,7 @@ _JSON_SPACE = r"(\n[ ]{0,40}|[ ])?"
 # llguidance's own limits but one: a lexer state takes up to 2 kB, and a row must not hold half a gigabyte of them.
 _LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
 
+_TICK = 0.001  # seconds
 _STACK_BYTES = 8 << 20
 
 
@@ -133,7 +134,7 @@ def _row(server: socket.socket, matcher: LLMatcher, seconds: float) -> None:
         left = min(seconds, left - (time.process_time() - began) + TOKEN_SECONDS)
         data = _exactly(server, TOKEN.size)
         began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, max(left, TOKEN_SECONDS))
+        signal.setitimer(signal.ITIMER_PROF, max(left, _TICK))  # 0 would be no limit
         if not matcher.consume_token(*TOKEN.unpack(data)) or matcher.is_error():
             send(server, Reply.DEAD_END, matcher.get_error().encode(errors="replace"))
             return
