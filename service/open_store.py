@@ -10,7 +10,8 @@ from pathlib import Path
 
 from kvcache.cache import Durable
 from kvcache.errors import StoreUnusable
-from kvcache.keys import KeyRing, OwnerSeal, own_master_key, parse_master_key, read_key_file
+from kvcache.inventory import DirectoryList, Inventory
+from kvcache.keys import OWNERS_FILE, KeyRing, OwnerSeal, own_master_key, parse_master_key, read_key_file
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.store_dir import StoreDirectory
 
@@ -34,6 +35,7 @@ class OpenStore:
 
     directory: StoreDirectory
     ring: KeyRing
+    inventory: Inventory
 
     @property
     def instance(self) -> str:
@@ -47,7 +49,13 @@ class OpenStore:
         """The records of one model. Raises OSError or StoreUnusable."""
         directory = self.directory
         seal = OwnerSeal(self.ring, directory.openings)
-        return TieredStore(config, directory.storage(), seal=seal, identity=directory.identity(fingerprint))
+        return TieredStore(
+            config,
+            directory.storage(),
+            seal=seal,
+            identity=directory.identity(fingerprint),
+            inventory=self.inventory,
+        )
 
     @property
     def about(self) -> Durable:
@@ -57,11 +65,21 @@ class OpenStore:
         self.directory.close()
 
 
-def open_store(path: Path, source: KeySource, *, create: bool = True) -> OpenStore:
-    """Raises StoreUnusable with what is wrong and what to do."""
+def open_store(path: Path, source: KeySource, *, create: bool = True, forget: bool = False) -> OpenStore:
+    """Raises StoreUnusable with what is wrong and what to do.
+
+    `forget`: keys that are missing, and a list that is, are given up rather than refused.
+    """
     directory = StoreDirectory(path, create=create)
     try:
         keys = path / KEYS
+        file = DirectoryList(path)
+        listed = directory.listed > 0 or file.read() is not None
+        if not (keys / OWNERS_FILE).exists() and (listed or directory.has_segments):
+            raise StoreUnusable(
+                f"{KEYS}/{OWNERS_FILE} is missing from {path}, and without it nothing in this store can be read. "
+                "Nothing was changed: put it back from a backup, or begin another store in an empty folder"
+            )
         master, own = master_key(keys, directory.store_id, source)
         if own:
             log.warning(
@@ -71,13 +89,33 @@ def open_store(path: Path, source: KeySource, *, create: bool = True) -> OpenSto
                 path,
                 KEYS,
             )
-        return OpenStore(directory=directory, ring=KeyRing(keys, directory.store_id, master))
+        ring = KeyRing(keys, directory.store_id, master, listed=listed and not forget)
+        inventory = _inventory(directory, file, ring, listed=listed, forget=forget)
+        return OpenStore(directory=directory, ring=ring, inventory=inventory)
     except OSError as error:
         directory.close()
-        raise StoreUnusable(f"the keys of {path} cannot be used: {error.strerror or error}") from error
+        raise StoreUnusable(f"the keys and the list of {path} cannot be used: {error.strerror or error}") from error
     except BaseException:  # whatever it was, the lock must not outlive it; it is raised on
         directory.close()
         raise
+
+
+def _inventory(
+    directory: StoreDirectory, file: DirectoryList, ring: KeyRing, *, listed: bool, forget: bool
+) -> Inventory:
+    opening, began = directory.openings, directory.inventory_began
+    inventory = Inventory(file, ring.list_key, opening, began=began)
+    if listed:
+        try:
+            inventory = Inventory.read(file, ring.list_key, opening, floor=directory.listed, began=began)
+        except StoreUnusable:
+            if not forget:
+                raise
+    if forget:
+        ring.follow(inventory)
+    else:
+        ring.check(inventory)
+    return inventory
 
 
 def master_key(keys: Path, store_id: bytes, source: KeySource) -> tuple[bytes, bool]:
