@@ -244,7 +244,7 @@ class Journal:
         for key in ended:
             self._write(key, found.key_ids[key], nodes=False)  # so that the next start need not judge it again
         return Loaded(
-            snapshots=tuple(_snapshot_of(one.note, one.node) for one in found.whole),
+            snapshots=tuple(snapshot_of(one.note, one.node) for one in found.whole),
             media=tuple((one.note.owner, tag, file) for one in found.whole for tag, file in one.images.items()),
             expired=len(found.expired),
             lost=lost,
@@ -262,7 +262,8 @@ class Journal:
             self._stand(key, snapshot)
 
 
-def _snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
+def snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
+    """The snapshot that a note describes, standing on `node`."""
     return Snapshot(
         id=note.id,
         owner=note.owner,

@@ -15,15 +15,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvcache.chains import transplant
 from kvcache.changes import Change, ChangeLog
 from kvcache.errors import StoreError
 from kvcache.inventory import ListedModel
-from kvcache.journal import Journal, Loaded
+from kvcache.journal import Journal, Loaded, snapshot_of
 from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
 from kvcache.media import MediaTag
 from kvcache.note_codec import snapshot_key
 from kvcache.pinned import PinnedBytes
+from kvcache.reading_notes import Whole
 from kvcache.records import RecordKind
 from kvcache.snapshots import (
     GoneReason,
@@ -33,6 +35,7 @@ from kvcache.snapshots import (
     Snapshot,
     SnapshotBusy,
     SnapshotRegistry,
+    TakenSnapshotId,
     UnknownSnapshot,
     images_of,
 )
@@ -375,6 +378,31 @@ class NamedSnapshots:
             records = self._stock.records_of(snapshot.node)
             logits = [record for record in records if record.kind is RecordKind.LOGITS]  # a boundary may have none
             self._journal.save(snapshot, records[: len(records) - len(logits)], logits, safe)
+
+    def carry(self, other: Whole, root: Node, done: Callable[[StoreError | None], None]) -> Snapshot:
+        """A durable snapshot of another fingerprint becomes one of this, under `root`, without state.
+
+        `done` is told the error, or None once it is on disk; it must not block. Raises TakenSnapshotId.
+        """
+        assert self._journal is not None, "the store is ephemeral"
+        note = other.note
+        with self._lock:
+            if self._snapshots.taken(note.owner, note.id):
+                raise TakenSnapshotId(note.id, f"snapshot id {note.id} is taken")
+            node = transplant(other.node, self._stock.tree, root)[other.node.key]
+            node.holds += 1
+            snapshot = snapshot_of(note, node)
+            if self._media is not None:
+                for tag, file in other.images.items():
+                    self._media.found(note.owner, tag, file)
+            self._snapshots.restore(snapshot)
+            self._keep_media(snapshot)
+            self.store.claim(self._stock.records_of(node))
+            if snapshot.pinned:
+                self._pin(snapshot)
+            self._log(note.owner, Change(note.id, None, snapshot.labels))
+            self._journal.save(snapshot, (), (), done)
+        return snapshot
 
     def settle(self, done: Callable[[StoreError | None], None]) -> None:
         """Calls back once every change so far is on disk, or has failed; at once if nothing ever is."""

@@ -8,7 +8,7 @@ there without its payload; so where there is a choice, only a record that verifi
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -182,6 +182,14 @@ class OtherModel:
     notes: list[tuple[NoteId, bytes, int]]  # that verify, with payload and key, from the oldest to the newest
     places: Mapping[Name, int]  # the segment of each record that counts
     ghosts: list[tuple[int, bytes]]  # segment and key of outdated handles
+    damaged_segments: set[int]
+
+
+def missing_segments(storage: Storage, listed: Iterable[int], found: Container[int], census: Census) -> dict[int, str]:
+    """Listed segments that are not there as they were, by number, and what is wrong with each."""
+    strange = storage.strange()
+    gone = {n: strange.get(n, "is missing") for n in listed if n not in found and n not in census.missing}
+    return dict(sorted((census.missing | gone).items()))
 
 
 def read_other(storage: Storage, seal: Seal, theirs: Identity) -> OtherModel:
@@ -204,6 +212,7 @@ def read_other(storage: Storage, seal: Seal, theirs: Identity) -> OtherModel:
         notes=notes,
         places={name: place.segment for name, place in census.records.items()},
         ghosts=census.ghosts,
+        damaged_segments=census.damaged_segments,
     )
 
 

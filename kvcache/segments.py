@@ -32,7 +32,7 @@ from kvcache.format import (
 )
 from kvcache.inventory import Inventory
 from kvcache.records import Buffer, ListedName, Name, NoteId, NoteKind
-from kvcache.recovery import Foreign, OtherModel, Recovered, read_other, read_segments
+from kvcache.recovery import Foreign, OtherModel, Recovered, missing_segments, read_other, read_segments
 from kvcache.seal import Scratch, Seal, check_header
 from kvcache.storage import ReadOnly, Storage
 from kvcache.store_dir import Identity
@@ -170,15 +170,13 @@ class SegmentLog:
         assert self._inventory is not None
         listed = self._inventory.segments()
         numbers, foreign, found = read_segments(self._storage, self._seal, self._identity, listed)
-        strange = self._storage.strange()
-        there = {*numbers, *foreign, *found.missing}
-        missing = found.missing | {n: strange.get(n, "is missing") for n in listed if n not in there}
+        missing = missing_segments(self._storage, listed, {*numbers, *foreign}, found)
         for number, size in numbers.items():
             self._segments[number] = _Segment(number=number, size=size)
         self._foreign = dict(sorted(foreign.items()))
         self.file_bytes = sum(numbers.values()) + sum(segment.size for segment in foreign.values())
         # The number of a segment that is missing stays its own: its file may come back.
-        self._next_number = max([*numbers, *foreign, *listed, *strange], default=-1) + 1
+        self._next_number = max([*numbers, *foreign, *listed, *self._storage.strange()], default=-1) + 1
         records: dict[Name, tuple[Extent, int]] = {}
         for name, place in found.records.items():
             segment = self._segments[place.segment]
@@ -199,7 +197,7 @@ class SegmentLog:
             damaged=found.damaged,
             cut_bytes=found.cut_bytes,
             unreadable=found.unreadable,
-            missing=dict(sorted(missing.items())),
+            missing=missing,
             damaged_segments=frozenset(found.damaged_segments),
         )
 
@@ -234,6 +232,15 @@ class SegmentLog:
         """Segments of other models that are not given up for room from now on; their bytes."""
         self._kept = frozenset(numbers) & self._foreign.keys()
         return sum(self._foreign[number].size for number in self._kept)
+
+    def release_foreign(self, numbers: Iterable[int]) -> None:
+        """They may be given up again."""
+        self._kept -= frozenset(numbers)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all files together may have."""
+        return self._budget
 
     def append(self, record: Name, payload: Buffer, key_id: int = 0) -> Extent:
         """Seal and write one record; nothing of it counts if this raises (OSError, or DiskFull on the budget)."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from kvcache.checkpoints import Checkpoints
@@ -350,6 +350,15 @@ class TieredStore:
         """Segments of other models that are not given up for room; their bytes. Before `start` only."""
         assert not self._io.started
         return self._segments.keep_foreign(segments)
+
+    def release_others(self, segments: Collection[int]) -> None:
+        """Segments of other models that may be given up again, after everything ordered before."""
+        self._io.submit(partial(self._segments.release_foreign, segments))
+
+    @property
+    def disk_budget(self) -> int:
+        """What all files together may take, in bytes."""
+        return self._segments.budget
 
     def held(self) -> list[RecordId]:
         """Every record held, in any tier."""

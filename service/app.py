@@ -6,11 +6,13 @@ import asyncio
 import ipaddress
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache.cache import CacheLimits, PrefixCache
+from kvcache.carrying import look_at_others
 from kvcache.export import ExchangeKey
 from kvcache.keys import read_key_file
 from kvcache.store import StoreConfig, TieredStore
@@ -74,9 +76,12 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             ),
             share_decoded=config.share_decoded,
             share_prefixes=config.share_prefixes,
-            durable=durable.about if durable is not None else None,
+            durable=durable.about(facts.parts) if durable is not None else None,
             media=uploads,
         )
+        if durable is not None:
+            owners = durable.ring.owners()
+            look_at_others(cache, owners, facts.parts, now=time.time(), carry=config.carry_over)
         store.start()
         codec = TextCodec.load(folder)
         channels = detect(codec)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import shlex
 import subprocess
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from kvcache.inventory import DirectoryList, Inventory
 from kvcache.keys import OWNERS_FILE, KeyRing, OwnerSeal, own_master_key, parse_master_key, read_key_file
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.store_dir import StoreDirectory
+from kvcache.survey import Holdings, survey
 
 log = logging.getLogger("kvfork.store")
 
@@ -57,9 +60,15 @@ class OpenStore:
             inventory=self.inventory,
         )
 
-    @property
-    def about(self) -> Durable:
-        return Durable(ring=self.ring, instance=self.instance, opening=self.directory.openings)
+    def about(self, parts: Mapping[str, str]) -> Durable:
+        """`parts`: what the model's fingerprint is made of."""
+        return Durable(ring=self.ring, instance=self.instance, opening=self.directory.openings, parts=parts)
+
+    def survey(self) -> Holdings:
+        """What the store holds, and what it should; nothing of it is changed. OSError."""
+        seal = OwnerSeal(self.ring, self.directory.openings)
+        identity = self.directory.identity("")
+        return survey(self.directory.storage(), seal, identity, self.inventory, self.ring.owners(), now=time.time())
 
     def close(self) -> None:
         self.directory.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvcache.cache import CacheLimits, Durable, Keep, PrefixCache
+from kvcache.carrying import look_at_others
 from kvcache.errors import StoreError
 from kvcache.inventory import Inventory
 from kvcache.keys import KeyRing, OwnerSeal
@@ -175,11 +176,15 @@ class DurableWorld(World):
         limits: CacheLimits = LIMITS,
         now: float = 1000.0,
         share_prefixes: bool = False,
+        store_id: bytes = STORE_ID,
+        inventory: Inventory | None = None,
+        parts: Mapping[str, str] | None = None,
+        carry: bool = False,
     ) -> None:
+        """`inventory`: the store's list, where `storage` is no `CrashStorage`, which has its own."""
         self.now = now
         self.storage = storage  # type: ignore[assignment]
         namespace = model.encode().ljust(32, b".")
-        inventory = None
         if isinstance(storage, CrashStorage):
             inventory = storage.inventory(ring.list_key, opening)
             ring.check(inventory)
@@ -188,7 +193,7 @@ class DurableWorld(World):
             storage,
             clock=lambda: self.now,
             seal=OwnerSeal(ring, opening),
-            identity=Identity(store_id=STORE_ID, namespace=namespace, opening=opening),
+            identity=Identity(store_id=store_id, namespace=namespace, opening=opening),
             inventory=inventory,
         )
         self.cache = PrefixCache(
@@ -198,8 +203,9 @@ class DurableWorld(World):
             limits=limits,
             clock=lambda: self.now,
             share_prefixes=share_prefixes,
-            durable=Durable(ring=ring, instance=INSTANCE, opening=opening),
+            durable=Durable(ring=ring, instance=INSTANCE, opening=opening, parts=parts or {}),
         )
+        self.others = look_at_others(self.cache, ring.owners(), parts or {}, now=now, carry=carry)
         self.store.run_pending()
 
     def keep(self, node: Node, name: str, *, parent: Snapshot | None = None, **keep: object) -> Snapshot:

@@ -433,7 +433,7 @@ def test_a_store_directory_is_private_has_one_user_and_counts_its_openings(tmp_p
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b'{"format": 2, "instance": "x", "openings": 1}', "store format 2, this program knows 1; nothing was changed"),
+        (b'{"format": 3, "instance": "x", "openings": 1}', "store format 3, this program knows 2; nothing was changed"),
         (b"", "damaged"),
         (b"null", "damaged"),
         (b'{"format": 1, "instance": "x", "openings": 1}', "damaged"),
