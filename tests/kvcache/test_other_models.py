@@ -144,7 +144,18 @@ def test_names_are_carried_over_and_computed_again(ring: KeyRing, caplog: pytest
         assert world.handles.keys() == {*NAMES, "loose"}
         for snapshot in world.cache.all_snapshots():
             old = before[snapshot.id]
-            for what in ("owner", "labels", "created", "last_use", "ttl", "expires", "pinned", "lineage", "durable"):
+            for what in (
+                "owner",
+                "labels",
+                "created",
+                "last_use",
+                "ttl",
+                "expires",
+                "pinned",
+                "lineage",
+                "origins",
+                "durable",
+            ):
                 assert getattr(snapshot, what) == getattr(old, what), what
         assert world.restored("pinned-3") == 0  # tokens alone
         if opening == 2:
