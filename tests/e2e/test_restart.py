@@ -179,7 +179,7 @@ def test_another_setting_keeps_what_is_pinned_and_carries_over_what_it_is_asked_
     flags = ("--store-dir", str(tmp_path / "s"), "--carry-over", "1")
     with LiveServer("tiny-gemma3", *flags, env=other) as server:
         there = get(server, NAME)
-            assert (list(there.token_ids), there.snapshot.pinned) == (PROMPT, True)
+        assert (list(there.token_ids), there.snapshot.pinned) == (PROMPT, True)
         assert (there.snapshot.residency, there.snapshot.durable) == (pb.RESIDENCY_TOKENS, False)  # no state yet
         carried = go_on(server, NAME)
         assert carried[2:] == (len(PROMPT), 0)
