@@ -49,7 +49,7 @@ def snapshots_of(
     fingerprint = known.fingerprint if known is not None else model_of(other.notes)
     read = read_notes(other.notes, fingerprint, owners, BlockTree(), shared=shared, now=now)
     if known is None and fingerprint:
-        notes = {one.key: one.note for one in read.whole} | read.broken
+        notes = {**read.broken, **{one.key: one.note for one in read.whole}}
         names = {k: ListedName(namespace=other.namespace, owner=note.owner, id=note.id) for k, note in notes.items()}
         inventory.add_names(names)
         inventory.add_model(other.namespace, ListedModel(fingerprint=fingerprint, parts={}))
