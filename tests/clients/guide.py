@@ -1,12 +1,14 @@
 """A guide whose commands are run as they stand: reads a Markdown file's blocks, runs them, compares what they print.
 
-A fenced `bash` block is a command; a fenced `text` block right after it is what it prints. Blocks of any other kind
-are for readers alone. All commands of one reading share one bash, as they would in a terminal.
+A fenced `bash` block is a command; a fenced `text` block right after it is what it prints. A block of any other kind
+is for readers alone, unless the words before it end with the name of a file and a colon: "in `main.go`:". All commands
+of one reading share one bash, as they would in a terminal.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence, Set
@@ -16,6 +18,7 @@ from pathlib import Path
 ELLIPSIS = "…"
 
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```\n", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"`(?P<name>[\w./-]+)`:\s*\Z")
 _MEMBER = re.compile(r'^"(?P<key>[\w-]+)": (?P<value>.*)$')
 
 
@@ -50,6 +53,22 @@ def read_blocks(guide: Path, info: str = "bash") -> list[Block]:
         shown = following["body"] if adjacent and following is not None and following["info"] == "text" else ""
         blocks.append(Block(line=text.count("\n", 0, fence.start()) + 2, info=info, code=fence["body"], shown=shown))
     return blocks
+
+
+def read_steps(guide: Path) -> list[Block]:
+    """The guide's commands, and for each file that it shows a command that writes it, in order."""
+    text = guide.read_text(encoding="utf-8")
+    steps = read_blocks(guide)
+    begin = 0
+    for fence in _FENCE.finditer(text):
+        named = _FILE.search(text[begin : fence.start()])
+        begin = fence.end()
+        if named is not None:
+            name, end = shlex.quote(named["name"]), uuid.uuid4()
+            code = f"mkdir -p $(dirname {name}) && cat > {name} <<'{end}'\n{fence['body']}{end}\n"
+            line = text.count("\n", 0, fence.start()) + 2
+            steps.append(Block(line=line, info=fence["info"], code=code, shown=""))
+    return sorted(steps, key=lambda step: step.line)
 
 
 def run(blocks: Sequence[Block], *, env: Mapping[str, str], folder: Path, patience: float) -> list[Outcome]:
