@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ELLIPSIS = "…"
@@ -71,13 +72,33 @@ def read_steps(guide: Path) -> list[Block]:
     return sorted(steps, key=lambda step: step.line)
 
 
+def in_place(steps: Sequence[Block], places: Mapping[str, str]) -> list[Block]:
+    """The steps with what a page can only give an example of, such as a folder, as it is here."""
+    placed = []
+    for step in steps:
+        code = step.code
+        for said, here in places.items():
+            code = code.replace(said, here)
+        placed.append(replace(step, code=code))
+    return placed
+
+
 def run(blocks: Sequence[Block], *, env: Mapping[str, str], folder: Path, patience: float) -> list[Outcome]:
     """Runs the blocks in one bash. Fewer outcomes than blocks mean that one of them ended the shell."""
     border = f"--{uuid.uuid4()}--"
     script = "exec 2>&1\n" + "".join(f"{block.code}printf '\\n%s %d\\n' {border} $?\n" for block in blocks)
-    session = subprocess.run(
-        ["bash"], input=script, env=dict(env), cwd=folder, stdout=subprocess.PIPE, text=True, timeout=patience
-    )
+    with tempfile.NamedTemporaryFile("w", suffix=".sh", encoding="utf-8") as file:  # stdin is the commands' own
+        file.write(script)
+        file.flush()
+        session = subprocess.run(
+            ["bash", file.name],
+            env=dict(env),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=patience,
+        )
     pieces = re.split(rf"\n{border} (\d+)\n", session.stdout)
     return [
         Outcome(block=block, exit_code=int(code), output=output)
