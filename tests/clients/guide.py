@@ -19,7 +19,8 @@ from pathlib import Path
 ELLIPSIS = "…"
 
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```\n", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"`(?P<name>[\w./-]+)`:\s*\Z")
+_FILE = re.compile(r"(^|\bin )`(?P<name>[\w/-]+(\.[\w-]+)+)`:\s*\Z", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MEMBER = re.compile(r'^"(?P<key>[\w-]+)": (?P<value>.*)$')
 
 
@@ -35,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a block did. `output` is stdout and stderr as they came; `exit_code` that of the block's last command."""
+    """What a block did. `output` is stdout and stderr as they came, but for colours; `exit_code` its last command's."""
 
     block: Block
     exit_code: int
@@ -99,7 +100,8 @@ def run(blocks: Sequence[Block], *, env: Mapping[str, str], folder: Path, patien
             text=True,
             timeout=patience,
         )
-    pieces = re.split(rf"\n{border} (\d+)\n", session.stdout)
+    printed = _COLOUR.sub("", session.stdout)  # Maven sets it back even where it set none
+    pieces = re.split(rf"\n{border} (\d+)\n", printed)
     return [
         Outcome(block=block, exit_code=int(code), output=output)
         for block, output, code in zip(blocks, pieces[0::2], pieces[1::2], strict=False)

@@ -90,7 +90,7 @@ nothing
 ```
 
 ```bash
-cat src/main.txt; read -r line || echo "nobody types"
+cat src/main.txt; printf '\\033[0m'; read -r line || echo "nobody types"
 ```
 
 ```text
