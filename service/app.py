@@ -21,6 +21,7 @@ from service.config_values import split_page_address
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
+from service.extras import install
 from service.images.uploads import Uploads
 from service.metrics.http import MetricsServer
 from service.open_store import KeySource, OpenStore, open_store
@@ -217,9 +218,7 @@ async def _inspector(config: Config, access: Access) -> Inspector | None:
     try:
         from service.inspector.inspector import Inspector
     except ImportError as error:
-        raise CannotStart(
-            f"the inspector needs the inspector extra: pip install 'kvfork[inspector]' ({error.name})"
-        ) from None
+        raise CannotStart(f"the inspector needs the inspector extra: {install('inspector')} ({error.name})") from None
     host, port = split_page_address("inspector", config.inspector)
     inspector = Inspector(
         context=access.tls.context if access.tls is not None else None,
