@@ -142,7 +142,7 @@ def test_closing_ends_at_once_what_compiles(codec: TextCodec) -> None:
     async def left() -> int:
         form, text = SLOW["a large divisor"]
         call = asyncio.create_task(opened(grammars, Constraint(form=form, text=text)))
-        while grammars._forms._root is None or not descendants(grammars._forms._root._process.pid):
+        while grammars._forms._root is None or not descendants(grammars._forms._root._process.pid):  # noqa: ASYNC110 - processes tell nobody
             await asyncio.sleep(0.01)
         root = grammars._forms._root._process.pid
         children = descendants(root)
