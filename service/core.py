@@ -198,6 +198,7 @@ class Core:
             ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
+                max_text_bytes=c.max_text_bytes,
                 max_image_bytes=c.max_image_bytes,
                 max_images=c.max_images,
                 max_image_pixels=c.max_image_pixels,
@@ -326,6 +327,11 @@ class Core:
         if self._rt.loaded is None:
             return {}
         return {reason.name.lower(): count for reason, count in self._rt.loaded.cache.ended.copy().items()}
+
+    def names_open(self) -> bool:
+        if self._rt.handles is not None:
+            return True
+        return self._rt.config.store_dir is None and self._rt.model_view.state is not ModelState.FAILED
 
     def engine_alive(self) -> bool:
         return self._rt.model_view.state is not ModelState.FAILED and self._rt.loop.is_alive(

@@ -40,7 +40,7 @@ class Generations:
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             images = self._rt.images(loaded, owner, stack)
-            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks, images=images)
+            prompt = await self._rt.prompt(loaded, owner, parent, call.input, call.marks, images=images)
             check_room(len(prompt.tokens), loaded.view, needs=1)
             places = generation_places(call.marks, prompt, reasons=loaded.channels.has_reasoning)
             for mark, place in zip(call.marks, places, strict=True):
@@ -51,7 +51,7 @@ class Generations:
             room = loaded.view.context_tokens - len(prompt.tokens)
             asked = call.stopping.max_tokens
             most = asked if asked is not None else self._rt.config.default_max_tokens
-            text, constraint = await self._rt.on_text_thread(lambda: _texts(loaded, call, prompt, most, room))
+            text, constraint = await self._rt.on_text_thread(owner, lambda: _texts(loaded, call, prompt, most, room))
             work = Work(
                 owner=owner,
                 tokens=prompt.tokens,

@@ -11,6 +11,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from service.limits import no_core_dumps
+
 _COMMANDS = ("serve", "talk", "gateway", "models", "store", "token", "config", "doctor", "demo")
 
 _EPILOG = """\
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
+    no_core_dumps()
     try:
         return int(args.run(args))
     except ModuleNotFoundError as error:

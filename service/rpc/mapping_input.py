@@ -104,7 +104,8 @@ def _read_parts(parts: Sequence[pb.Part], path: str, fields: Fields) -> tuple[Pa
         at = f"{path}.parts[{index}]"
         match part.WhichOneof("kind"):
             case "text":
-                read.append(TextPart(part.text))
+                if not fields.too_many(f"{at}.text", text=part.ByteSize()):
+                    read.append(TextPart(part.text))
             case "tokens":
                 ids = part.tokens.ids
                 if not fields.too_many(f"{at}.tokens.ids", tokens=len(ids)):
@@ -147,6 +148,8 @@ def read_token_ids(ids: Iterable[int], path: str, fields: Fields) -> tuple[int, 
 
 def _read_vars(text: str, path: str, fields: Fields) -> dict[str, object]:
     if not text:
+        return {}
+    if fields.too_many(path, text=len(text)):
         return {}
     try:
         value = json.loads(text, parse_constant=_no_constant)

@@ -19,6 +19,7 @@ from typing import Any
 from kvcache.media import IMAGE
 from service.errors import InvalidField
 from service.request import RawInput, TextPart, TokenPart
+from service.text.waiting import go_on
 
 Span = tuple[int, int]
 
@@ -113,6 +114,7 @@ class TextCodec:
 
     def encode_spans(self, text: str, *, continuing: bool = False) -> tuple[list[int], list[Span]]:
         """(ids, the [start, end) characters of `text` that each came from)."""
+        go_on()
         if continuing and text and self._dummy_prefix:
             for guard in _GUARDS:
                 head = self._backend.encode(guard, add_special_tokens=False).ids
