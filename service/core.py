@@ -198,7 +198,6 @@ class Core:
             ),
             limits=LimitsView(
                 max_request_bytes=c.max_request_bytes,
-                max_text_bytes=c.max_text_bytes,
                 max_image_bytes=c.max_image_bytes,
                 max_images=c.max_images,
                 max_image_pixels=c.max_image_pixels,

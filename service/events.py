@@ -342,7 +342,6 @@ class LimitsView:
     """What is refused."""
 
     max_request_bytes: int
-    max_text_bytes: int
     max_image_bytes: int
     max_images: int
     max_image_pixels: int

@@ -177,8 +177,7 @@ OPTIONS = (
         "max_text_bytes",
         parse_size,
         "SIZE",
-        "most text of one request, template variables among it; a tokenizer takes seconds for a megabyte of it, and "
-        "cannot be interrupted",
+        "most text of one input; a tokenizer takes seconds for a megabyte of it, and cannot be interrupted",
     ),
     Option("max_images", parse_count, "N", "most images of one request; 0 takes none"),
     Option("max_image_bytes", parse_size, "SIZE", "largest image file"),

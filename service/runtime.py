@@ -39,7 +39,7 @@ from service.metering import Meter
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Input, Mark
-from service.resolve import Prompt, refuse_hopeless, resolve_prompt
+from service.resolve import Prompt, refuse_long_text, resolve_prompt
 from service.text.constraint import Grammars
 from service.text.formats import Format
 from service.text.tokens import TextCodec
@@ -202,8 +202,8 @@ class Runtime:
     ) -> Prompt:
         """The parent's tokens and what `given` adds, tokenized on a text thread; `bounded`: it must fit the context."""
         context = parent.node.all_tokens() if parent else ()
-        if bounded:
-            refuse_hopeless(loaded.codec, loaded.view, len(context), given, at)
+        most = self.config.max_text_bytes
+        refuse_long_text(loaded.codec, loaded.view, len(context), given, at, most=most, fits=bounded)
         pictures = await images.take(given, at)
 
         def resolve() -> Prompt:

@@ -40,16 +40,14 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 class Fields:
     """Gathers what is wrong with one request."""
 
-    def __init__(self, *, max_images: int = 0, max_text: int = 0) -> None:
-        """`max_images`: how many a request may have, all inputs together; `max_text`: bytes of text, template variables
-        among them."""
+    def __init__(self, *, max_images: int = 0) -> None:
+        """`max_images`: how many a request may have, all inputs together."""
         self._max_images = max_images
-        self._max_text = max_text
         self._found: list[FieldViolation] = []
         self._reasons: set[str] = set()
         self._metadata: dict[str, str] = {}
         self._count = 0
-        self._parts = self._tokens = self._images = self._text = 0
+        self._parts = self._tokens = self._images = 0
 
     def wrong(self, path: str, text: str, *, reason: str = InvalidField.reason, **metadata: str) -> None:
         """Notes that the field at `path` is wrong. `reason` tells more than INVALID_FIELD where the contract does."""
@@ -69,18 +67,15 @@ class Fields:
         metadata = {**self._metadata, "fieldCount": str(self._count)}
         raise InvalidField(text, fields=tuple(self._found), reason=reason, metadata=metadata)
 
-    def too_many(self, path: str, *, parts: int = 0, tokens: int = 0, images: int = 0, text: int = 0) -> bool:
-        """Whether the request now has more parts, tokens, images or bytes of text than are looked at; then `path` is
-        wrong."""
+    def too_many(self, path: str, *, parts: int = 0, tokens: int = 0, images: int = 0) -> bool:
+        """Whether the request now has more parts, tokens or images than are looked at; then `path` is wrong."""
         self._parts += parts
         self._tokens += tokens
         self._images += images
-        self._text += text
         for count, most, what in (
             (self._parts, MAX_PARTS, "parts"),
             (self._tokens, MAX_TOKENS, "tokens"),
             (self._images, self._max_images, "images"),
-            (self._text, self._max_text, "bytes of text"),
         ):
             if count > most:
                 self.wrong(path, f"a request has at most {most} {what}")

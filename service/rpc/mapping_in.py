@@ -42,7 +42,7 @@ _RELEASES = {
 
 def read_generate(request: inference_pb.GenerateRequest, limits: LimitsView, *, deadline: float | None) -> GenerateCall:
     """The call that `request` asks for; `deadline` is what is left of its time, in seconds."""
-    fields = Fields(max_images=limits.max_images, max_text=limits.max_text_bytes)
+    fields = Fields(max_images=limits.max_images)
     given = _read_source(request, fields)
     save = read_save(request.save, "save", fields, limits) if request.HasField("save") else None
     marks = read_marks(request.marks, given, fields, limits)
@@ -71,7 +71,7 @@ def read_generate(request: inference_pb.GenerateRequest, limits: LimitsView, *, 
 
 def read_create_snapshot(request: inference_pb.CreateSnapshotRequest, limits: LimitsView) -> CreateSnapshotCall:
     """The call that `request` asks for."""
-    fields = Fields(max_images=limits.max_images, max_text=limits.max_text_bytes)
+    fields = Fields(max_images=limits.max_images)
     given = _read_source(request, fields)
     options = read_save(request.options, "options", fields, limits)
     marks = read_marks(request.marks, given, fields, limits)
@@ -94,7 +94,7 @@ def read_create_snapshot(request: inference_pb.CreateSnapshotRequest, limits: Li
 
 def read_fork(request: inference_pb.ForkRequest, limits: LimitsView) -> ForkCall:
     """The call that `request` asks for."""
-    fields = Fields(max_images=limits.max_images, max_text=limits.max_text_bytes)
+    fields = Fields(max_images=limits.max_images)
     if not 1 <= len(request.branches) <= limits.max_fork_branches:
         fields.wrong("branches", f"must be 1 to {limits.max_fork_branches}, are {len(request.branches)}")
     branches = []
@@ -146,7 +146,7 @@ def read_rollback(request: inference_pb.RollbackRequest, limits: LimitsView) -> 
 
 def read_count_tokens(request: inference_pb.CountTokensRequest, limits: LimitsView) -> CountTokensCall:
     """The call that `request` asks for."""
-    fields = Fields(max_images=limits.max_images, max_text=limits.max_text_bytes)
+    fields = Fields(max_images=limits.max_images)
     plan = None
     if request.HasField("plan"):
         branches = request.plan.branches or 1

@@ -28,6 +28,8 @@ _ROLES = {
     pb.ROLE_TOOL: Role.TOOL,
 }
 
+MAX_VARS = 2**20  # characters of template variables, which are read on the event loop
+
 _SHA256_BYTES = 32
 _OTHER_NAMES = {"image/jpg": "image/jpeg"}
 
@@ -104,8 +106,7 @@ def _read_parts(parts: Sequence[pb.Part], path: str, fields: Fields) -> tuple[Pa
         at = f"{path}.parts[{index}]"
         match part.WhichOneof("kind"):
             case "text":
-                if not fields.too_many(f"{at}.text", text=part.ByteSize()):
-                    read.append(TextPart(part.text))
+                read.append(TextPart(part.text))
             case "tokens":
                 ids = part.tokens.ids
                 if not fields.too_many(f"{at}.tokens.ids", tokens=len(ids)):
@@ -149,7 +150,8 @@ def read_token_ids(ids: Iterable[int], path: str, fields: Fields) -> tuple[int, 
 def _read_vars(text: str, path: str, fields: Fields) -> dict[str, object]:
     if not text:
         return {}
-    if fields.too_many(path, text=len(text)):
+    if len(text) > MAX_VARS:
+        fields.wrong(path, f"must have at most {MAX_VARS:,} characters, has {len(text):,}")
         return {}
     try:
         value = json.loads(text, parse_constant=_no_constant)

@@ -62,7 +62,6 @@ from service.tracing import NoTracer, Tracer
 
 LIMITS = LimitsView(
     max_request_bytes=64 * 2**20,
-    max_text_bytes=6 * 2**20,
     max_image_bytes=2**20,
     max_images=3,
     max_image_pixels=10**6,

@@ -17,7 +17,7 @@ from kvfork.v1 import types_pb2
 
 from service.request import RawInput, TextPart
 
-from .conftest import FINISHED, LIMITS, STARTED, ScriptedCore, delta, drained, eventually, run, serving
+from .conftest import FINISHED, STARTED, ScriptedCore, delta, drained, eventually, run, serving
 
 MIB = 2**20
 
@@ -119,29 +119,6 @@ def test_an_open_service_takes_no_more_than_a_name():
                 await s.health.Check(health_pb2.HealthCheckRequest(service="x" * 1100))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details() == "a request of this method has at most 1,024 bytes"
-
-    run(story)
-
-
-def test_text_beyond_the_limit_is_refused_in_every_rpc_that_takes_some():
-    too_much = request(LIMITS.max_text_bytes + 1).input
-    messages = [
-        pb.GenerateRequest(input=too_much),
-        pb.CreateSnapshotRequest(input=too_much),
-        pb.CountTokensRequest(input=too_much),
-        pb.ForkRequest(parent="snapshots/a", branches=[{"append": too_much}]),
-    ]
-
-    async def story():
-        async with serving() as s:
-            for message in messages:
-                name = message.DESCRIPTOR.name.removesuffix("Request")
-                call = getattr(s.inference, name)(message)
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await (drained(call) if name == "Generate" else call)
-                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-                assert f"a request has at most {LIMITS.max_text_bytes} bytes of text" in caught.value.details()
-            assert s.core.calls == []
 
     run(story)
 
