@@ -61,7 +61,7 @@ def options(config: Config) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_send_message_length", MAX_SEND_BYTES),
         # Clients may ping during a long prefill; the default answers that with GOAWAY.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # Nothing else notices a peer that vanished without a word.
         ("grpc.keepalive_time_ms", 30_000),
