@@ -95,12 +95,12 @@ def test_a_silent_call_outlives_its_clients_own_pings(monkeypatch: pytest.Monkey
 def test_a_client_that_pings_too_often_still_loses_its_connection() -> None:
     async def story() -> None:
         silent = asyncio.Event()
-        async with serving(ScriptedCore(script=[STARTED, silent.wait, FINISHED])) as s:  # type: ignore[list-item]
-            async with pinging(s.addresses[0], 1000) as channel:
-                call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(parent="snapshots/one"))
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async for _ in call:
-                        pass
+        core = ScriptedCore(script=[STARTED, silent.wait, FINISHED])  # type: ignore[list-item]
+        async with serving(core) as s, pinging(s.addresses[0], 1000) as channel:
+            call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(parent="snapshots/one"))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "Too many pings" in (caught.value.details() or "")
 
