@@ -53,9 +53,15 @@ def run(args: argparse.Namespace) -> int:
     _set_up_logging(config.log_level, config.log_format)
     from service import app
     from service.models import ModelError, resolve
+    from service.rpc.listen import CannotListen, look
+    from service.rpc.server import EXIT_CANNOT_LISTEN
 
     try:
+        look(config)  # the model may have to be fetched first, for minutes
         folder = resolve(config.model)
+    except CannotListen as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT_LISTEN
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
