@@ -57,7 +57,7 @@ SWEEP_EVERY = 5.0  # seconds between looks for expired snapshots; expiry itself 
 
 
 class Core:
-    """One per process. `start` and `close` bracket its life; `load` comes in between, when the addresses are its own."""
+    """One per process. `start` and `close` bracket its life; `load` comes between, when the addresses are its own."""
 
     def __init__(
         self,
