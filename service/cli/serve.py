@@ -124,4 +124,8 @@ def _set_up_logging(level: str, form: str) -> None:
         handler.setFormatter(_JsonFormatter())
     else:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # At debug, libraries (gRPC's event loop above all) say more than we do, and none of it about a call.
+    libraries = max(logging.INFO, logging.getLevelNamesMapping()[level.upper()])
+    logging.basicConfig(level=libraries, handlers=[handler], force=True)
+    for ours in ("kvfork", "service", "kvcache"):
+        logging.getLogger(ours).setLevel(level.upper())
