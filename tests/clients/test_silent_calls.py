@@ -28,8 +28,8 @@ from tests.e2e.live import LiveServer, until
 
 SILENCE = 360.0  # seconds; gRPC's own strikes would end a call after two minutes
 PATIENCE = SILENCE + 180.0
-PROMPT = "All roads lead to " * 1_000  # so many blocks that no prefill ends while the calls gather
-GATHERING = "1"  # seconds a step
+PROMPT = "All roads lead to " * 500  # so many blocks that no prefill ends while the calls gather
+GATHERING = "2"  # seconds a step
 
 Ask = Callable[[], list[str]]  # the kinds of events that a call brought
 
