@@ -27,6 +27,7 @@ from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
 from service.text.formats import detect
+from service.text.forms import FormLimits
 from service.text.tokens import TextCodec
 from service.tracing import NoTracer, otlp_tracer
 
@@ -112,7 +113,15 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             codec=codec,
             view=view,
             channels=channels,
-            grammars=Grammars(codec, channels),
+            grammars=Grammars(
+                codec,
+                channels,
+                FormLimits(
+                    form_seconds=config.form_seconds,
+                    form_bytes=config.form_bytes,
+                    mask_seconds=config.mask_seconds,
+                ),
+            ),
             again=again,
             preparer=facts.preparer,
             uploads=uploads,

@@ -181,6 +181,7 @@ class Core:
             log.error("the model thread does not come back; the process ends without it")
         await asyncio.sleep(0)  # the last events are on their way to the channels
         if self._rt.loaded is not None:
+            self._rt.loaded.grammars.close()
             await asyncio.to_thread(self._rt.loaded.cache.close)
 
     def server(self) -> ServerView:

@@ -189,6 +189,20 @@ OPTIONS = (
         "image files held in memory: those that running calls and snapshots need, and recent ones, so that they can be "
         "named by their digest; beyond it a call with another image fails with IMAGE_MEMORY",
     ),
+    Option(
+        "form_seconds",
+        parse_seconds,
+        "TIME",
+        "processor time that compiling a form (schema, expression, grammar) may take, in a process of its own",
+    ),
+    Option("form_bytes", parse_size, "SIZE", "memory that a compiled form, or a row that follows it, may take"),
+    Option(
+        "mask_seconds",
+        parse_seconds,
+        "TIME",
+        "processor time that telling which tokens fit a form may take ahead of 20 ms for each token of the row; beyond "
+        "it the row ends with CONSTRAINT_FAILED, and until then it waits by itself",
+    ),
     Option("max_fork_branches", parse_count, "N", "most children of one Fork"),
     Option("max_snapshots", parse_count, "N", "most snapshots of one caller"),
     Option("max_pinned", parse_count, "N", "most of them pinned, which neither time nor memory pressure removes"),

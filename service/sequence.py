@@ -71,6 +71,7 @@ class Sequence:
         self.restore_tries = 0
         self.rebuilding = False  # its state was lost in decode, and is computed again
         self.finish_reason: FinishReason | None = None
+        self.overdue: FinishReason | None = None  # why it ends, to be saved, with the pick that it waits for
         self.mark_at: int | None = None  # the reasoning's end, once it is known and asked for
         self.mark_told = False
         self.stop: str | None = None
@@ -85,6 +86,11 @@ class Sequence:
         """Whether state past the prompt may be asked for again."""
         generation = self.work.generation
         return generation is not None and (generation.save or generation.save_on_cancel)
+
+    @property
+    def waits_for_pick(self) -> bool:
+        """Whether all its tokens are fed: its constraint has yet to let it pick another."""
+        return self.position == len(self.tokens)
 
     @property
     def samples_next(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import threading
@@ -23,7 +24,7 @@ from service.loop import EngineLoop
 from service.models import resolve
 from service.request import Constraint, Sampling, Stopping
 from service.scheduler import Scheduler, SchedulerConfig
-from service.text.constraint import Grammars
+from service.text.constraint import Grammars, RowConstraint
 from service.text.formats import detect
 from service.text.stream import TextStream
 from service.text.tokens import TextCodec
@@ -164,7 +165,7 @@ class Rig:
                 text=text,
                 save=save,
                 save_on_cancel=False,
-                constraint=None if form is None else self.grammars.compile(form, stopping, tokens),
+                constraint=None if form is None else self.constraint(form, stopping, tokens, owner),
             )
         work = Work(
             owner=owner,
@@ -186,6 +187,10 @@ class Rig:
         made.set()
         return ticket
 
+    def constraint(self, form: Constraint, stopping: Stopping, tokens: Sequence[int], owner: str) -> RowConstraint:
+        row = asyncio.run(self.grammars.open(owner, form))
+        return self.grammars.follow(row, form, stopping, tokens)
+
     def run(self, tokens: Sequence[int], **how) -> Outcome:
         return self.submit(tokens, **how).wait()
 
@@ -204,6 +209,7 @@ class Rig:
 
     def close(self) -> None:
         self.loop.close()
+        self.grammars.close()
         self.cache.store.close()
 
 
