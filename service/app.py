@@ -6,11 +6,13 @@ import asyncio
 import ipaddress
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache.cache import CacheLimits, PrefixCache
+from kvcache.carrying import look_at_others
 from kvcache.export import ExchangeKey
 from kvcache.keys import read_key_file
 from kvcache.store import StoreConfig, TieredStore
@@ -19,6 +21,7 @@ from service.config_values import split_page_address
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
+from service.extras import install
 from service.images.uploads import Uploads
 from service.metrics.http import MetricsServer
 from service.open_store import KeySource, OpenStore, open_store
@@ -75,9 +78,12 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             ),
             share_decoded=config.share_decoded,
             share_prefixes=config.share_prefixes,
-            durable=durable.about if durable is not None else None,
+            durable=durable.about(facts.parts) if durable is not None else None,
             media=uploads,
         )
+        if durable is not None:
+            owners = durable.ring.owners()
+            look_at_others(cache, owners, facts.parts, now=time.time(), carry=config.carry_over)
         store.start()
         codec = TextCodec.load(folder)
         channels = detect(codec)
@@ -212,9 +218,7 @@ async def _inspector(config: Config, access: Access) -> Inspector | None:
     try:
         from service.inspector.inspector import Inspector
     except ImportError as error:
-        raise CannotStart(
-            f"the inspector needs the inspector extra: pip install 'kvfork[inspector]' ({error.name})"
-        ) from None
+        raise CannotStart(f"the inspector needs the inspector extra: {install('inspector')} ({error.name})") from None
     host, port = split_page_address("inspector", config.inspector)
     inspector = Inspector(
         context=access.tls.context if access.tls is not None else None,

@@ -83,6 +83,7 @@ class Config:
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
+    carry_over: bool = False  # durable snapshots of another fingerprint of the same model
     exchange_key: Path | None = None  # None: no snapshot comes from, or goes to, another instance
     checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS.policy
     state_spacing: int = DEFAULT_CHECKPOINTS.state_spacing
@@ -140,6 +141,8 @@ class Config:
         if self.store_dir is None and (self.key_file is not None or self.key_command):
             name = "key_file" if self.key_file is not None else "key_command"
             raise ConfigError(f"{name}: is of no use without store_dir")
+        if self.store_dir is None and self.carry_over:
+            raise ConfigError("carry_over: is of no use without store_dir")
         if self.checkpoints is CheckpointPolicy.OFF and self.store_dir is not None:
             raise ConfigError("checkpoints: off writes nothing, so store_dir would keep nothing; give one or the other")
         try:

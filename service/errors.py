@@ -135,7 +135,7 @@ class DeadlineUnmet(CallError):
 
 
 class SnapshotNotFound(CallError):
-    """Unknown or foreign (SNAPSHOT_NOT_FOUND), or gone: SNAPSHOT_EXPIRED, _DELETED, _ROLLED_BACK."""
+    """Unknown or foreign (SNAPSHOT_NOT_FOUND), or gone: _EXPIRED, _DELETED, _ROLLED_BACK, _NOT_DURABLE, _LOST."""
 
     reason = "SNAPSHOT_NOT_FOUND"
 

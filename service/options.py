@@ -269,6 +269,14 @@ OPTIONS = (
         "prints the durable store's master key, as a key file holds it; run without a shell",
     ),
     Option(
+        "carry_over",
+        parse_switch,
+        "0|1",
+        "carry the durable store's snapshots of another fingerprint over to this one, where it is the same model with "
+        "the same tokenizer and template (another MLX setting, processor or package): their names and tokens stay, "
+        "their state is computed again when it is used, and that of the old fingerprint makes room",
+    ),
+    Option(
         "exchange_key",
         parse_path,
         "FILE",

@@ -107,6 +107,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "store_dir": "/var/lib/k",
         "key_file": "/etc/k.key",
         "key_command": "",
+        "carry_over": "1",
         "exchange_key": "/etc/k/exchange.key",
         "checkpoints": "Marks",
         "state_spacing": "2",
@@ -166,6 +167,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         scratch_dir=Path("/var/tmp/k"),
         store_dir=Path("/var/lib/k"),
         key_file=Path("/etc/k.key"),
+        carry_over=True,
         exchange_key=Path("/etc/k/exchange.key"),
         checkpoints=CheckpointPolicy.MARKS,
         state_spacing=2,
@@ -385,6 +387,7 @@ def test_a_unix_socket_alone():
         {"model": ""},
         {"key_file": Path("k")},
         {"key_command": "k"},
+        {"carry_over": True},
         {"key_file": Path("k"), "key_command": "k", "store_dir": Path("s")},
     ],
 )

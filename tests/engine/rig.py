@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,13 +87,18 @@ class Rig:
         folder: Path,
         *,
         load: Callable[[], tuple[object, ModelFacts]] | None = None,
+        engine: Callable[..., Any] | None = None,
         memory: int = 512 * MIB,
         rows: int = 8,
         checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
-        """`folder` has the tokenizer, and the model too unless `load` gives another, on the engine thread."""
+        """`folder` has the tokenizer, and the model too unless `load` gives another, on the engine thread.
+
+        `engine` makes another engine than `MlxEngine` of a model and its layout.
+        """
         self.folder = folder
         self._load_given = load
+        self._engine_given = engine
         self._memory = memory
         self._checkpoints = checkpoints
         self.codec = TextCodec.load(folder)
@@ -134,7 +140,7 @@ class Rig:
         )
         store.start()
         self.cache = PrefixCache(store, facts.layout, facts.fingerprint)
-        self.engine = MlxEngine(model, facts.layout)
+        self.engine = (self._engine_given or MlxEngine)(model, facts.layout)
         return self.engine, self.cache
 
     def submit(
