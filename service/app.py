@@ -145,7 +145,7 @@ class CannotStart(Exception):
 
 
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
-    """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
+    """Serves until a signal ends it. `ready` is told each address; the model is loaded behind. Returns the exit code.
 
     Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
     an exchange key or a durable store and it cannot be read or opened; CannotStart if metrics or the inspector have no
@@ -166,7 +166,7 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
             metrics = await _metrics(core, config, model_name)
             inspector = await _inspector(config, access)
             inner = inspector.door if inspector is not None else None
-            code = await serve(core, config, ready=ready, access=access, inner=inner)
+            code = await serve(core, config, ready=ready, begin=core.load, access=access, inner=inner)
         finally:
             if inspector is not None:
                 await inspector.close()

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.checkpoints import Take, take_at
 from kvcache.media import image_positions
@@ -134,6 +135,15 @@ class Sequence:
         return take_at(
             self._policy, self._layout, end, places=places, open_end=self.keeps_state or self._marks_reasoning
         )
+
+    def first_kept(self, lookup: Lookup) -> int | None:
+        """The first place behind the lookup's that the same call could begin at again, should this one not end."""
+        for call in plan_calls(lookup.position, self.prompt_tokens, self.work.keep, lookup.replay, self._whole):
+            if call.stop or call.end % BLOCK_TOKENS == 0:
+                take = self.take_at(call.end)
+                if {*take.firm, *take.passing} >= set(self._layout.kinds):
+                    return call.end
+        return None
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""

@@ -53,6 +53,8 @@ class RowConstraint:
         if gate is not None and not gate.settled and not gate.at_start:
             return _without(self._everything, self._eos_ids)  # inside the reasoning, which must end first
         if self._mask is None:
+            if self.ended(wait) is None:
+                return None
             answer = self._answer(wait)
             if answer is None:
                 return None

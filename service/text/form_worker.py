@@ -27,6 +27,7 @@ from typing import cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from service.text.closed import close_objects
 from service.text.form_frames import HEAD, REQUEST, TOKEN, TOKEN_SECONDS, Reply, Request, Vocabulary
 from service.text.tokens import spans_of
 
@@ -38,6 +39,7 @@ _JSON_SPACE = r"(\n[ ]{0,40}|[ ])?"
 # llguidance's own limits but one: a lexer state takes up to 2 kB, and a row must not hold half a gigabyte of them.
 _LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
 
+_TICK = 0.001  # seconds
 _STACK_BYTES = 8 << 20
 
 
@@ -132,7 +134,7 @@ def _row(server: socket.socket, matcher: LLMatcher, seconds: float) -> None:
         left = min(seconds, left - (time.process_time() - began) + TOKEN_SECONDS)
         data = _exactly(server, TOKEN.size)
         began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, max(left, TOKEN_SECONDS))
+        signal.setitimer(signal.ITIMER_PROF, max(left, _TICK))  # 0 would be no limit
         if not matcher.consume_token(*TOKEN.unpack(data)) or matcher.is_error():
             send(server, Reply.DEAD_END, matcher.get_error().encode(errors="replace"))
             return
@@ -166,7 +168,11 @@ def _grammar(form: str, text: str, options: list[str]) -> str:
         case "json_schema":
             if not text.lstrip().startswith("{"):
                 raise ValueError("must be a JSON object")
-            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _JSON_SPACE})
+            try:
+                closed = close_objects(text)
+            except RecursionError:
+                raise ValueError("is nested too deeply") from None
+            return LLMatcher.grammar_from_json_schema(closed, defaults={"whitespace_pattern": _JSON_SPACE})
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "lark":

@@ -157,6 +157,7 @@ class Rig:
         max_recompute: int | None = None,
         top_logprobs: int | None = None,
         form: Constraint | None = None,
+        constraint: RowConstraint | None = None,
     ) -> Ticket:
         generation = None
         if generate:
@@ -171,7 +172,7 @@ class Rig:
                 text=text,
                 save=save,
                 save_on_cancel=False,
-                constraint=None if form is None else self.constraint(form, stopping, tokens, owner),
+                constraint=constraint if form is None else self.constraint(form, stopping, tokens, owner),
             )
         work = Work(
             owner=owner,

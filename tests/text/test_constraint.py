@@ -265,3 +265,14 @@ def test_a_model_without_marks_is_constrained_from_the_start(tmp_path):
     plain = TextCodec.load(tiny_codecs.save(tmp_path, type(tokenizer).from_str(json.dumps(state)), eos=EOS))
     assert not detect(plain)
     assert "a" not in texts(plain, after_reasoning(plain))
+
+
+def test_an_object_has_the_keys_that_its_schema_names_each_once(codec):
+    names = {"name": {"enum": ["a", "b"]}, "age": {"enum": [1, 2]}}
+    schema = {"type": "object", "properties": names, "required": ["age"]}
+    for seed in range(10):
+        text = written(codec, form(Form.JSON_SCHEMA, json.dumps(schema)), seed)
+        assert text is not None
+        pairs = json.loads(text, object_pairs_hook=list)
+        keys = [key for key, _ in pairs]
+        assert set(keys) <= set(names) and "age" in keys and len(keys) == len(set(keys))
