@@ -209,13 +209,14 @@ def allowed(mode: str, name: str) -> Any:
 @pytest.mark.parametrize(
     ("fields", "fits"),
     [
-        ({"tool_choice": "required"}, (False, True, True)),
+        ({"tool_choice": "required"}, (False, True, False)),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, (False, True, True)),
         ({"tool_choice": "required", "parallel_tool_calls": False}, (False, True, False)),
-        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, (False, True, True)),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, (False, True, False)),
         ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, (False, False, False)),
         ({"parallel_tool_calls": False}, (True, True, False)),
         ({"tool_choice": allowed("auto", "now")}, (True, False, False)),
-        ({"tool_choice": allowed("required", "weather")}, (False, True, True)),
+        ({"tool_choice": allowed("required", "weather")}, (False, True, False)),
     ],
 )
 def test_a_choice_is_held_by_the_grammar(habit: Habit, fields: Any, fits: tuple[bool, bool, bool]) -> None:

@@ -68,11 +68,13 @@ def plan(request: ChatRequest, habit: Habit) -> Calling:
     if not tools:
         return Calling(turns=turns, constraint=request.constraint)
     allowed = [tool for tool in tools if not choice.names or tool["function"]["name"] in choice.names]
-    free = habit.template and choice.parallel and not choice.required and len(allowed) == len(tools)
+    free = habit.template and choice.parallel is not False and not choice.required and len(allowed) == len(tools)
     constraint, opening = None, None
     if not free or request.constraint is not None:
         answer = request.constraint.json_schema if request.constraint is not None else None
-        text = grammar(habit.form, allowed, required=choice.required, parallel=choice.parallel, answer=answer)
+        # Several only where that was asked for: a small model, once it calls, goes on calling until its limit.
+        several = choice.parallel is True
+        text = grammar(habit.form, allowed, required=choice.required, parallel=several, answer=answer)
         constraint, opening = Constraint(lark=text, after_reasoning=True), habit.form.opening
     if habit.template:
         return Calling(turns=turns, template_tools=tools, constraint=constraint, opening=opening)

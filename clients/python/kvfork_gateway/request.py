@@ -34,10 +34,13 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """What is to be done with the tools. `names`: those that may be called; none: all of them."""
+    """What is to be done with the tools. `names`: those that may be called; none: all of them.
+
+    `parallel`: several calls in one answer; None where the caller said nothing of it.
+    """
 
     required: bool = False
-    parallel: bool = True
+    parallel: bool | None = None
     names: frozenset[str] = frozenset()
 
 
@@ -187,7 +190,7 @@ def _tools(fields: Fields) -> tuple[tuple[Object, ...], ToolChoice]:
         names.append(name)
         function.object("parameters")
     choice = _choice(fields.take("tool_choice"), names)
-    parallel = fields.flag("parallel_tool_calls", default=True)
+    parallel = fields.flag("parallel_tool_calls") if fields.has("parallel_tool_calls") else None
     return (() if choice is None else tools), replace(choice or ToolChoice(), parallel=parallel)
 
 
