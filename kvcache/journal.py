@@ -317,6 +317,7 @@ def _snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
         node=node,
         images=images_of(node),
         lineage=note.lineage,
+        origins=note.origins,
         created=note.created,
         last_use=note.last_use,
         ttl=note.ttl,

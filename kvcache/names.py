@@ -25,12 +25,15 @@ from kvcache.records import RecordKind
 from kvcache.snapshots import (
     GoneReason,
     NotDurableSnapshot,
+    Origin,
     PinnedBytesLimit,
     Snapshot,
     SnapshotBusy,
     SnapshotRegistry,
     UnknownSnapshot,
     images_of,
+    new_call_id,
+    origins_behind,
 )
 from kvcache.stock import Stock
 from kvcache.store import TieredStore
@@ -75,6 +78,7 @@ class Keep:
     labels: tuple[tuple[str, str], ...] = ()
     durable: bool = False  # `make_durable` follows
     lineage: tuple[str, ...] = ()  # where it has no parent here: what it was derived from elsewhere
+    origins: tuple[Origin, ...] = ()  # likewise, of its tokens
 
 
 class MediaKeeper(Protocol):
@@ -145,20 +149,22 @@ class NamedSnapshots:
                 if snapshot.pinned:
                     self._pin(snapshot)
 
-    def add_snapshot(self, owner: str, node: Node, keep: Keep, *, parent: Snapshot | None) -> Snapshot:
-        """Names the prefix that ends at `node`.
+    def add_snapshot(self, owner: str, node: Node, keep: Keep, *, parent: Snapshot | None, call: str = "") -> Snapshot:
+        """Names the prefix that ends at `node`. `call` brought its tokens beyond the parent; empty: one of its own did.
 
         Raises TakenSnapshotId, SnapshotLimit or PinnedBytesLimit; then nothing has changed.
         """
         assert node.parent is not None, "the empty prefix has no name"
         now = self._clock()
         ttl = min(keep.ttl if keep.ttl is not None else self.limits.default_ttl, self.limits.max_ttl)
+        elsewhere = tuple(origin for origin in keep.origins if origin.start < node.end) if parent is None else ()
         snapshot = Snapshot(
             id=keep.snapshot_id or self._new_id(durable=keep.durable),
             owner=owner,
             node=node,
             images=images_of(node),
             lineage=(*parent.lineage, parent.id)[-LINEAGE_LIMIT:] if parent else (),
+            origins=elsewhere or origins_behind(parent, node.end, call or new_call_id()),
             created=now,
             last_use=now,
             ttl=ttl,
@@ -232,7 +238,7 @@ class NamedSnapshots:
             return self._snapshots.descendants(snapshot)
 
     def abandoned_by(self, source: Snapshot, cut: int) -> list[Snapshot]:
-        """What a rollback of `source` to `cut` gives up."""
+        """What a rollback of `source` to `cut` gives up: unpinned snapshots with the very tokens that it drops."""
         with self._lock:
             return self._snapshots.abandoned_by(source, cut)
 

@@ -15,7 +15,7 @@ from kvcache.blocks import BLOCK_TOKENS, BlockKey, block_key, root_key, token_by
 from kvcache.errors import FormatError
 from kvcache.media import MediaTag
 from kvcache.records import KEY_BYTES
-from kvcache.snapshots import Snapshot
+from kvcache.snapshots import ORIGIN_LIMIT, Origin, Snapshot
 from kvcache.tree import Node
 
 NODE_HEAD = struct.Struct("<32s32sHH")  # parent, node whose FULL record is read (or zero), schedule bytes, tokens
@@ -42,6 +42,7 @@ class SnapshotNote:
     model: str
     node: BlockKey
     lineage: tuple[str, ...]
+    origins: tuple[Origin, ...]
     created: float
     last_use: float
     ttl: float
@@ -95,6 +96,7 @@ def encode_snapshot(snapshot: Snapshot, fingerprint: str) -> bytes:
             "model": fingerprint,
             "node": snapshot.node.key.hex(),
             "lineage": snapshot.lineage,
+            "origins": [[origin.call, origin.start] for origin in snapshot.origins],
             "created": snapshot.created,
             "last_use": snapshot.last_use,
             "ttl": snapshot.ttl,
@@ -116,10 +118,16 @@ def decode_snapshot(payload: bytes) -> SnapshotNote:
         numbers = [float(entry[name]) for name in ("created", "last_use", "ttl", "expires")]
         node = bytes.fromhex(entry["node"])
         pinned = entry["pinned"]
+        # A note of before there were any has none: nobody else is known to share its tokens.
+        origins = [Origin(call, start) for call, start in entry.get("origins") or [[entry["id"], 0]]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise FormatError(f"not a snapshot: {type(error).__name__}") from None
     if not all(isinstance(text, str) for text in texts) or not isinstance(pinned, bool) or len(node) != KEY_BYTES:
         raise FormatError("not a snapshot: a field has the wrong type")
+    starts = [origin.start for origin in origins]
+    right = all(isinstance(origin.call, str) and type(origin.start) is int for origin in origins)
+    if not right or len(starts) > ORIGIN_LIMIT or starts[0] < 0 or starts != sorted(set(starts)):
+        raise FormatError("not a snapshot: the origins of its tokens are not in order")
     if any(number != number or abs(number) == float("inf") for number in numbers):
         raise FormatError("not a snapshot: a time is no number")
     return SnapshotNote(
@@ -128,6 +136,7 @@ def decode_snapshot(payload: bytes) -> SnapshotNote:
         model=entry["model"],
         node=BlockKey(node),
         lineage=tuple(entry["lineage"]),
+        origins=tuple(origins),
         created=numbers[0],
         last_use=numbers[1],
         ttl=numbers[2],

@@ -8,6 +8,7 @@ can tell "expired" from "never existed". Not thread-safe: `kvcache.cache` holds 
 from __future__ import annotations
 
 import enum
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from kvcache.tree import Node
 
 TOMBSTONE_SECONDS = 3600.0
 TOMBSTONE_LIMIT = 10_000  # of one owner, who can flush nobody else's; the oldest go first
+ORIGIN_LIMIT = 1000  # stretches of one prefix that are told apart; the oldest go first
 
 
 class GoneReason(enum.Enum):
@@ -89,6 +91,17 @@ class SnapshotBusy(SnapshotError):
         self.uses = uses
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A stretch of a prefix, from token `start` up to the next one's: the call that brought these tokens.
+
+    Equal tokens of two calls have two origins. So what came of the same computation is told from what only reads alike.
+    """
+
+    call: str
+    start: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Snapshot:
     """A name for the prefix that ends at `node`. The prefix never changes; the times, labels and pin may."""
@@ -97,6 +110,7 @@ class Snapshot:
     owner: str
     node: Node
     lineage: tuple[str, ...]  # ids it was derived from, oldest first; they may be gone
+    origins: tuple[Origin, ...]  # of its tokens, in order; at least one
     created: float
     last_use: float
     ttl: float  # idle seconds to live
@@ -126,6 +140,20 @@ class Snapshot:
         """Counts as use: pushes the expiry out, never in."""
         self.last_use = max(self.last_use, now)
         self.expires = max(self.expires, now + self.ttl)
+
+
+def new_call_id() -> str:
+    """What tells the tokens that one call brings from any other's."""
+    return secrets.token_hex(12)
+
+
+def origins_behind(parent: Snapshot | None, end: int, call: str) -> tuple[Origin, ...]:
+    """Of a prefix that `call` cut from `parent`, or took further, so that it ends at `end`."""
+    known = parent.token_count if parent is not None else 0
+    origins = [origin for origin in (parent.origins if parent is not None else ()) if origin.start < end]
+    if end > known:
+        origins.append(Origin(call, known))
+    return tuple(origins[-ORIGIN_LIMIT:])
 
 
 def images_of(node: Node) -> tuple[MediaSpan, ...]:
@@ -218,20 +246,13 @@ class SnapshotRegistry:
         return [s for s in self.of(of.owner) if _descends(s, of)]
 
     def abandoned_by(self, source: Snapshot, cut: int) -> list[Snapshot]:
-        """What a rollback of `source` to `cut` gives up: the source's own branch beyond the cut and all it led to.
+        """What a rollback of `source` to `cut` gives up: every unpinned snapshot that has the first token dropped.
 
-        Siblings that share the kept prefix are not part of it.
+        It has that very token, from the call that brought it to `source`: then it is on the source's branch or came of
+        it, whatever names between them are gone. One that shares the kept prefix alone, or came to the same tokens by a
+        call of its own, is not part of it.
         """
-        branch = {source.id: source}
-        for ancestor_id in source.lineage:
-            ancestor = self._by_id.get((source.owner, ancestor_id))
-            if ancestor is not None and ancestor.token_count > cut and _descends(source, ancestor):
-                branch[ancestor_id] = ancestor
-
-        def is_of_it(s: Snapshot) -> bool:
-            return s.id in branch or any(id in branch and _descends(s, branch[id]) for id in s.lineage)
-
-        return [s for s in self.of(source.owner) if not s.pinned and s.token_count > cut and is_of_it(s)]
+        return [s for s in self.of(source.owner) if not s.pinned and _shares(s, source, cut)]
 
     def known_lineage(self, owner: str, node: Node, lineage: Sequence[str]) -> tuple[str, ...]:
         """Of a lineage from elsewhere what can be meant here: a name of tokens that have nothing of it is left out."""
@@ -257,12 +278,38 @@ def _descends(snapshot: Snapshot, of: Snapshot) -> bool:
     return of.created <= snapshot.created or _on_one_line(of.node, snapshot.node)
 
 
+def _shares(one: Snapshot, other: Snapshot, position: int) -> bool:
+    """Whether both have the token at `position`, and all before it, from the same calls."""
+    if min(one.token_count, other.token_count) <= position:
+        return False
+    # Who shares a call shares all that was before it, so the last one that both have decides.
+    ends = dict(_ends(other))
+    shared = next((min(end, ends[call]) for call, end in reversed(_ends(one)) if call in ends), 0)
+    return shared > position and _alike(one.node, other.node, position + 1)
+
+
+def _ends(snapshot: Snapshot) -> list[tuple[str, int]]:
+    """The calls that brought a snapshot's tokens, each with the end of its stretch."""
+    ends = [*(origin.start for origin in snapshot.origins[1:]), snapshot.token_count]
+    return [(origin.call, end) for origin, end in zip(snapshot.origins, ends, strict=True)]
+
+
+def _alike(one: Node, other: Node, length: int) -> bool:
+    """Whether both prefixes, which are as long at least, begin with the same `length` tokens."""
+    one, other = _block_at(one, length - 1), _block_at(other, length - 1)
+    assert one.parent is not None and other.parent is not None
+    inside = length - one.start
+    return one.parent.content == other.parent.content and one.tokens[:inside] == other.tokens[:inside]
+
+
+def _block_at(node: Node, position: int) -> Node:
+    """The node of a prefix that has the token at `position`."""
+    while node.start > position:
+        assert node.parent is not None
+        node = node.parent
+    return node
+
+
 def _on_one_line(one: Node, other: Node) -> bool:
     """Whether the tokens of one begin those of the other."""
-    short, here = sorted((one, other), key=lambda node: node.end)
-    while here.start > short.start:
-        assert here.parent is not None
-        here = here.parent
-    assert here.parent is not None and short.parent is not None
-    same = here.parent.content == short.parent.content
-    return same and here.tokens[: len(short.tokens)] == short.tokens
+    return _alike(one, other, min(one.end, other.end))

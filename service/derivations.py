@@ -18,6 +18,7 @@ from service.errors import InvalidField, NotAnAncestor, RecomputeLimit, Rollback
 from service.events import Admission, Counted, Created, Forked, PlanView, RolledBack
 from service.handles import Handles
 from service.images.intake import CallImages
+from service.naming import Naming
 from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, PlanOptions, Release, RollbackCall, Rounding
 from service.resolve import Prompt, check_room, mark_positions, refuse_cut_inside
 from service.runtime import Loaded, Runtime, store_full
@@ -50,7 +51,8 @@ class Derivations:
             wanted = [loaded.cache.hold(nodes[place]) for place in ends]
             for node in nodes.values():
                 loaded.cache.let_go(node)
-            made = await self._rt.add_all(owner, list(zip(wanted, options, strict=True)), parent)
+            names = stack.enter_context(Naming(loaded, handles, owner, parent))
+            made = await names.add_all(list(zip(wanted, options, strict=True)))
             snapshot, *marked = (handles.view(each) for each in made)
             return Created(snapshot=snapshot, usage=usage, marked=tuple(marked))
 
@@ -108,7 +110,8 @@ class Derivations:
                 handles.check_id(owner, branch.options, prompt.tokens)
             nodes, usage = await self._run_branches(loaded, parent, prompts, owner)
             options = [branch.options for branch in call.branches]
-            made = await self._rt.add_all(owner, list(zip(nodes, options, strict=True)), parent)
+            names = stack.enter_context(Naming(loaded, handles, owner, parent, one_line=False))
+            made = await names.add_all(list(zip(nodes, options, strict=True)))
             return Forked(snapshots=tuple(handles.view(s) for s in made), usage=usage)
 
     async def _run_branches(
@@ -181,9 +184,11 @@ class Derivations:
                 node, usage = await self._recompute(call, source, position, owner, cache, images)
             else:
                 usage = _untouched(cache, node)
-            snapshot = await self._rt.add(owner, node, call.options, source)
+            names = stack.enter_context(Naming(loaded, handles, owner, source))
+            snapshot = await names.add(node, call.options)
             released = self._let_go_of(call.release, source, position, snapshot, handles, cache)
             if released:
+                names.told(snapshot.id)  # it is what is left of them, also for a caller who goes now
                 await self._rt.written()
             return RolledBack(snapshot=handles.view(snapshot), released=tuple(released), usage=usage)
 

@@ -11,7 +11,8 @@ from functools import partial
 
 from kvcache.snapshots import Snapshot
 from service import facts
-from service.events import Delta, Event, Finished, Progress, SnapshotView, Started, TokenLogprob, TopLogprob
+from service.events import Delta, Event, Finished, Marked, Progress, SnapshotView, Started, TokenLogprob, TopLogprob
+from service.naming import Naming
 from service.outbox import Channel
 from service.plan import Picked
 from service.request import GenerateCall
@@ -80,12 +81,15 @@ class Generations:
             facts.note(generation=generation, parent=call.parent, prompt_tokens=len(prompt.tokens))
             channel, row = self._rt.submit(work)
             self._rt.running[generation] = Running(row, owner, parent.id if parent else "")
+            names = stack.enter_context(Naming(loaded, handles, owner, parent))
             saving: Saving | None = None
             if call.save_on_cancel and call.save is not None:
                 saving = self._rt.saving[owner, call.save.snapshot_id] = Saving(asyncio.Event())
             try:
-                async for event in self._events(call, owner, prompt, places, parent, channel, generation, seed):
+                async for event in self._events(call, names, prompt, places, parent, channel, generation, seed):
                     yield event
+                    if isinstance(event, Marked | Finished) and event.snapshot is not None:
+                        names.told(event.snapshot.name)  # whoever asks for the next one has taken this one
             finally:
                 del self._rt.running[generation]
                 if channel.ended:
@@ -97,7 +101,7 @@ class Generations:
                     self._rt.loop.cancel(row, save=True)
                     held = ExitStack()
                     self._rt.images(loaded, owner, held).hold_on(prompt.tokens)
-                    self._rt.spawn(self._save_cancelled(channel, owner, call, parent, held))
+                    self._rt.spawn(self._save_cancelled(channel, names, owner, call, held))
                 else:
                     self._rt.loop.cancel(row)
                     channel.close()
@@ -112,7 +116,7 @@ class Generations:
     async def _events(
         self,
         call: GenerateCall,
-        owner: str,
+        names: Naming,
         prompt: Prompt,
         places: list[int | None],
         parent: Snapshot | None,
@@ -139,16 +143,18 @@ class Generations:
                         seed=seed,
                         queue_seconds=event.queue_seconds,
                     )
-                    for marked in await self._rt.parent_marks(call.marks, places, owner, parent):
+                    for marked in await names.parent_marks(call.marks, places):
                         yield marked
                 case Prefilled():
                     yield Progress(event.done, len(prompt.tokens))
                 case NodeAt() if event.rehome:
                     self._rt.rehome(parent, event)
                 case NodeAt() if event.final:
-                    saved, save_error = await self._rt.try_save(owner, event, call.save, parent)
+                    saved, save_error = await names.try_save(event, call.save)
+                    if saved is not None and call.save_on_cancel:
+                        names.told(saved.name)
                 case NodeAt():
-                    for marked in await self._rt.marked(event, call.marks, places, owner, parent):
+                    for marked in await names.marked(event, call.marks, places):
                         yield marked
                 case Tokens():
                     if gathered is not None:
@@ -185,7 +191,7 @@ class Generations:
                     raise event.error
 
     async def _save_cancelled(
-        self, channel: Channel, owner: str, call: GenerateCall, parent: Snapshot | None, held: ExitStack
+        self, channel: Channel, names: Naming, owner: str, call: GenerateCall, held: ExitStack
     ) -> None:
         """Nobody listens any more, but the state was asked for: waits for it and names it. `held`: its images."""
         assert call.save is not None
@@ -193,7 +199,7 @@ class Generations:
             while not channel.ended:
                 event = await channel.get()
                 if isinstance(event, NodeAt):
-                    await self._rt.try_save(owner, event, call.save if event.final else None, parent)
+                    await names.try_save(event, call.save if event.final else None)
         finally:
             held.close()
             channel.close()

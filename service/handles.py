@@ -126,6 +126,7 @@ def keep_of(options: SaveOptions, *, durable_store: bool) -> Keep:
         labels=options.labels,
         durable=durable,
         lineage=options.lineage,
+        origins=options.origins,
     )
 
 
@@ -162,15 +163,15 @@ class Handles:
         finally:
             self._cache.unuse(snapshot)
 
-    def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
-        """Names `node`, taking over the caller's hold on it.
+    def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None, *, call: str = "") -> Snapshot:
+        """Names `node`, taking over the caller's hold on it. `call` as `NamedSnapshots.add_snapshot` has it.
 
         A chosen id that names this very prefix is returned, with its state again if that was gone.
         """
         try:
             with translated():
                 try:
-                    return self._cache.add_snapshot(owner, node, self._keep(options), parent=parent)
+                    return self._cache.add_snapshot(owner, node, self._keep(options), parent=parent, call=call)
                 except TakenSnapshotId:
                     there = self._cache.snapshot(owner, options.snapshot_id)
                     if there.node.content != node.content:

@@ -22,6 +22,7 @@ from service.handles import Handles
 from service.images.decode import judge
 from service.images.uploads import digest_of
 from service.media import ImageRefused
+from service.naming import Naming
 from service.request import SaveOptions
 from service.resolve import check_room
 from service.runtime import Loaded, Runtime, store_full
@@ -61,6 +62,7 @@ class Incoming:
             ttl=self._options.ttl if self._options.ttl is not None else min(came.ttl, self._rt.config.max_ttl),
             labels=self._options.labels or tuple(sorted(came.labels.items())),
             lineage=tuple(map(without_opening, came.lineage)),
+            origins=came.origins,
         )
         self._handles.check_new(owner, [self._options])
         self._handles.check_id(owner, self._options, manifest.end.all_tokens())
@@ -142,13 +144,14 @@ class Incoming:
         if lacking:
             raise incomplete(lacking[0])
         node = cache.hold(arrival.end)
-        (snapshot,) = await self._rt.add_all(self._owner, [(node, self._options)], None)
-        return Imported(
-            snapshot=self._handles.view(snapshot),
-            received_records=self._records,
-            received_bytes=self._bytes,
-            held_records=len(arrival.manifest.items) - self._records,
-        )
+        with Naming(self._loaded, self._handles, self._owner, None) as names:
+            snapshot = await names.add(node, self._options)
+            return Imported(
+                snapshot=self._handles.view(snapshot),
+                received_records=self._records,
+                received_bytes=self._bytes,
+                held_records=len(arrival.manifest.items) - self._records,
+            )
 
 
 async def _until_written(cache: PrefixCache, seconds: float) -> None:

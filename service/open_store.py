@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import subprocess
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def run_key_command(command: str) -> bytes:
     try:
         done = subprocess.run(
             shlex.split(command),
+            env=os.environ,  # as the process was given it: C's own has settings for libraries
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             timeout=COMMAND_SECONDS,

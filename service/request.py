@@ -11,6 +11,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvcache.snapshots import Origin
+
 
 class Role(enum.Enum):
     """Speaker of a chat turn; the value is the name that chat templates use."""
@@ -169,6 +171,7 @@ class SaveOptions:
     labels: tuple[tuple[str, str], ...] = ()
     durability: Durability = Durability.MEMORY
     lineage: tuple[str, ...] = ()  # of one that comes from another instance: ids that it was derived from
+    origins: tuple[Origin, ...] = ()  # likewise: the calls that brought its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,17 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvcache.cache import PrefixCache
-from kvcache.errors import StoreError
 from kvcache.media import shown
 from kvcache.receipt import Usage
-from kvcache.snapshots import GoneReason, Snapshot
-from kvcache.tree import Node
-from service import facts
+from kvcache.snapshots import Snapshot
 from service.answers import answered
 from service.config import Config
 from service.engine import Engine
 from service.errors import (
-    CallError,
     Draining,
     EngineDown,
     ModelLoading,
@@ -33,7 +29,7 @@ from service.errors import (
     SnapshotNotFound,
     StoreFull,
 )
-from service.events import Marked, ModelState, ModelView, SnapshotView
+from service.events import ModelState, ModelView
 from service.handles import RESOURCE, Handles, bare_id
 from service.images.intake import CallImages, Intake
 from service.images.limits import ImageLimits
@@ -43,7 +39,7 @@ from service.media import Preparer
 from service.metering import Meter
 from service.outbox import Channel, Outlet
 from service.plan import RowId
-from service.request import Durability, Input, Mark, SaveOptions
+from service.request import Input, Mark
 from service.resolve import Prompt, refuse_hopeless, resolve_prompt
 from service.text.constraint import Grammars
 from service.text.formats import Format
@@ -260,108 +256,6 @@ class Runtime:
     def engine_places(places: Sequence[int | None], parent: Snapshot | None) -> frozenset[int]:
         """Places in the prompt that lie beyond the parent: the engine will pass them."""
         return frozenset(p for p in places if p is not None and (parent is None or p > parent.token_count))
-
-    async def parent_marks(
-        self, marks: Sequence[Mark], places: Sequence[int | None], owner: str, parent: Snapshot | None
-    ) -> list[Marked]:
-        """Marks at or before the parent's end: kept if a state stands there already, and said so if not."""
-        if parent is None:
-            return []
-        assert self.loaded is not None and self.handles is not None
-        found: list[Marked] = []
-        for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
-            if place is None or place > parent.token_count:
-                continue
-            node = self.loaded.cache.cut(parent.node, place)
-            if node is None:
-                found.append(Marked(mark=i, snapshot=None, save_error_reason="NOT_STORED"))
-            else:
-                found += await self._mark(i, NodeAt(node, "", final=False), mark, owner, parent)
-        return found
-
-    async def marked(
-        self, event: NodeAt, marks: Sequence[Mark], places: Sequence[int | None], owner: str, parent: Snapshot | None
-    ) -> list[Marked]:
-        """Every mark at the node's place, None being the reasoning's end; takes over the hold on the node."""
-        assert self.loaded is not None
-        found: list[Marked] = []
-        for i, (mark, place) in enumerate(zip(marks, places, strict=True)):
-            if place == (None if event.reasoning_end else event.node.end):
-                copy = NodeAt(self.loaded.cache.hold(event.node), event.lost, final=False)
-                found += await self._mark(i, copy, mark, owner, parent)
-        self.loaded.cache.let_go(event.node)
-        return found
-
-    async def _mark(self, index: int, event: NodeAt, mark: Mark, owner: str, parent: Snapshot | None) -> list[Marked]:
-        view, reason = await self.try_save(owner, event, mark.options, parent)
-        return [Marked(mark=index, snapshot=view, save_error_reason=reason)]
-
-    async def try_save(
-        self, owner: str, event: NodeAt, options: SaveOptions | None, parent: Snapshot | None
-    ) -> tuple[SnapshotView | None, str]:
-        """Names a node if all of it was stored; the reason if not."""
-        assert self.loaded is not None and self.handles is not None
-        if event.lost or options is None:
-            self.loaded.cache.let_go(event.node)
-            return None, "STORE_FULL" if event.lost else ""
-        try:
-            return self.handles.view(await self.add(owner, event.node, options, parent)), ""
-        except CallError as error:
-            return None, error.reason
-
-    async def add_all(
-        self, owner: str, wanted: list[tuple[Node, SaveOptions]], parent: Snapshot | None
-    ) -> list[Snapshot]:
-        """Names every node or none, taking over the caller's holds."""
-        assert self.loaded is not None and self.handles is not None
-        left = list(wanted)
-        added: list[Snapshot] = []
-        fresh: list[Snapshot] = []
-        try:
-            facts.note(parent=f"snapshots/{parent.id}" if parent is not None else "")
-            while left:
-                node, options = left.pop(0)
-                there = self.handles.has(options.snapshot_id, owner)
-                snapshot = self._named(owner, node, options, parent)
-                added.append(snapshot)
-                if not there:
-                    fresh.append(snapshot)  # before anything is waited for
-                await self._as_safe_as_asked(snapshot, options)
-        except BaseException:  # all or none, for a cancelled caller too; it is raised on
-            for snapshot in fresh:
-                self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
-            for node, _ in left:
-                self.loaded.cache.let_go(node)
-            raise
-        return added
-
-    async def add(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
-        """Names `node`, taking over the caller's hold, and waits until the name is as safe as was asked for."""
-        assert self.handles is not None
-        there = self.handles.has(options.snapshot_id, owner)
-        snapshot = self._named(owner, node, options, parent)
-        try:
-            await self._as_safe_as_asked(snapshot, options)
-        except StoreFull:
-            if not there:
-                self.handles.delete(snapshot, GoneReason.DELETED, in_use_ok=True)
-            raise
-        return snapshot
-
-    def _named(self, owner: str, node: Node, options: SaveOptions, parent: Snapshot | None) -> Snapshot:
-        assert self.handles is not None
-        snapshot = self.handles.add(owner, node, options, parent)
-        facts.note(snapshot=f"snapshots/{snapshot.id}")
-        return snapshot
-
-    async def _as_safe_as_asked(self, snapshot: Snapshot, options: SaveOptions) -> None:
-        """Raises StoreFull if it cannot be made durable."""
-        assert self.loaded is not None
-        cache = self.loaded.cache
-        if options.durability is Durability.DISK and not cache.state_of(snapshot).on_disk:
-            error: StoreError | None = await answered(lambda done: cache.make_durable(snapshot, done))
-            if error is not None:
-                raise store_full(str(error))
 
     async def written(self) -> None:
         """Waits until what was changed so far is on disk, where that is promised; what fails is tried again."""

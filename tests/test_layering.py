@@ -164,12 +164,16 @@ KVCACHE_VALUES = {
     "kvcache.schedule",
 }
 
-# Settings come from one place. The others read what is no setting of the server, or set a variable for a library.
+# Settings come from one place. The others read what is no setting of the server, set a variable for a library, or hand
+# the environment on to a command.
 READS_ENVIRONMENT = (
     "service.options",
     "service.cli",
     "service.models",
     "service.engine.cpu",
+    "service.engine.kernels",
+    "service.auth.source",
+    "service.open_store",
     "service.text.tokens",
     "kvfork_client",
 )

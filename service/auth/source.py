@@ -69,7 +69,12 @@ def _output(command: str) -> str:
     what = "the token command"
     try:
         done = subprocess.run(
-            shlex.split(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_SECONDS, check=False
+            shlex.split(command),
+            env=os.environ,  # as the process was given it: C's own has settings for libraries
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=COMMAND_SECONDS,
+            check=False,
         )
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise TokensUnusable(f"{what} failed: {type(error).__name__}") from None

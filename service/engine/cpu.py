@@ -19,6 +19,8 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
+from service.engine.kernels import give_mlx_a_folder
+
 # Strict mode makes a product's bits independent of how its inputs are aligned and of the number of threads, which
 # a restore from disk needs. AUTO keeps the widest instructions that this CPU has. Figures: docs/models.md.
 DEFAULT_CBWR = "AUTO,STRICT"
@@ -57,8 +59,8 @@ class CpuReport:
 def prepare() -> CpuReport:
     """Get the process ready for `import mlx.core`; does its work once, then returns the same report.
 
-    Loads MKL where it is installed and sets `MKL_CBWR` and `KMP_BLOCKTIME` unless the user has set them. On macOS it
-    only reports.
+    Loads MKL where it is installed and sets `MKL_CBWR` and `KMP_BLOCKTIME` unless the user has set them; compiled
+    kernels get a folder that is this user's alone (UnsafeFolder if there is none). On macOS it only reports.
     """
     global _report  # the facts are the process's, like the loaded library itself
     with _lock:
@@ -137,6 +139,7 @@ def _prepare() -> CpuReport:
             mlx_was_imported=too_late,
         )
     _keep_heaps_small()
+    give_mlx_a_folder()
     on_gpu = any(name.startswith("mlx-cuda") for name in _mlx_backends())
     blas = None if too_late else _load_mkl()
     # MLX's CPU JIT runs exactly `g++`; a clang++ alone does not help it.

@@ -27,8 +27,6 @@ from kvfork_client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
-KERNELS = Path(tempfile.gettempdir()) / "mlx"  # where those of this process are too
-
 PATIENCE = 60.0  # seconds before a test gives up on something that should come; never how long it should take
 
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
@@ -58,9 +56,6 @@ class LiveServer:
         self._report = Path(self._home.name) / "report"
         self.release = Path(self._home.name) / "release"
         self.temp.mkdir()
-        # Compiled kernels are the same for every server of a model and take seconds to make; they hold nothing else.
-        KERNELS.mkdir(exist_ok=True)
-        (self.temp / "mlx").symlink_to(KERNELS)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVFORK_")}
         for name in ("KVFORK_CACHE_DIR", "KVFORK_ACCEPT_GEMMA_TERMS"):
             if name in os.environ:
@@ -142,7 +137,7 @@ class LiveServer:
         """Everything under the temporary and the store directory, and these themselves if they were made."""
         found = [str(self.store)] if self.store.exists() else []
         found += [str(p) for top in (self.temp, self.store) if top.exists() for p in top.rglob("*")]
-        return sorted(name for name in found if name != str(self.temp / "mlx"))
+        return sorted(found)
 
     def terminate(self) -> int:
         """SIGTERM; the exit code."""

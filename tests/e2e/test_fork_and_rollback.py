@@ -188,6 +188,34 @@ def test_releasing_what_was_abandoned_spares_siblings_and_pins(client: Client) -
     assert says(back) == says(root)
 
 
+def test_a_plan_that_left_before_the_cut_is_not_given_up_and_writes_on(client: Client) -> None:
+    plan_a = client.create_snapshot(tokens(prompt_of(700, 70)))
+    plan_b = client.create_snapshot(tokens(prompt_of(450, 71)), plan_a.rollback(token_count=300))
+    with plan_b.generate(sampling=GREEDY, stopping=of(120)) as writes:
+        deltas = iter(writes)
+        first = next(deltas)
+        back = plan_a.rollback(drop_tokens=20, release=Release.ABANDONED)
+        assert back.released == (plan_a.name,)
+        assert first.token_count + sum(delta.token_count for delta in deltas) == 120
+        result = writes.result()
+    assert result.finished.reason is FinishReason.MAX_TOKENS
+    assert plan_b.refresh().token_count == 750
+
+
+def test_a_calls_own_marks_beyond_the_cut_are_given_up_with_its_end(client: Client) -> None:
+    marks = [Mark.at(400), Mark.at(600), Mark.prompt_end()]
+    asked = client.generate(tokens(prompt_of(700, 72)), sampling=GREEDY, stopping=of(10), save=True, marks=marks)
+    end = asked.result().snapshot
+    assert end is not None
+    before, within, prompt = (asked.marks[i] for i in range(3))
+    further = client.create_snapshot(tokens(prompt_of(10, 73)), within)
+    again = client.create_snapshot(tokens(prompt_of(700, 72)))  # another call's, were it the same tokens
+    back = end.rollback(token_count=400, release=Release.ABANDONED)
+    assert set(back.released) == {within.name, prompt.name, end.name, further.name}
+    for kept in (before, again, back):
+        kept.refresh()
+
+
 def test_a_rollback_of_a_rollback_still_agrees_with_a_cold_server(client: Client, cold: Client) -> None:
     grown = client.generate(
         tokens(prompt_of(500, 25)), sampling=GREEDY, stopping=of(40), save=True, marks=[Mark.at(400), Mark.at(450)]

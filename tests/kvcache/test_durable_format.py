@@ -30,12 +30,13 @@ from kvcache.records import NoteKind, RecordKind
 from kvcache.recovery import read_segments
 from kvcache.scan import Scan, scan_records
 from kvcache.seal import sequence_of
-from kvcache.snapshots import Snapshot
+from kvcache.snapshots import Origin, Snapshot
 from kvcache.storage import MemoryStorage
 from kvcache.store_dir import Identity, decode_store_file
 from kvcache.tree import BlockTree
 
 GOLDEN = Path(__file__).parent / "golden" / "durable_v1"
+NEWEST = GOLDEN.with_name("durable_v1_origins")  # notes say more since; what they said is where it was
 TOKENS = prompt_of(300, seed="golden")
 NOW = 1000.0
 KEY = bytes(range(100, 132))
@@ -68,8 +69,8 @@ def write_golden(world: DurableWorld) -> None:
     world.settle()
 
 
-def golden_segments() -> dict[int, bytes]:
-    return {int(file.stem[-8:]): file.read_bytes() for file in sorted(GOLDEN.glob("segment-*.kv"))}
+def golden_segments(folder: Path = GOLDEN) -> dict[int, bytes]:
+    return {int(file.stem[-8:]): file.read_bytes() for file in sorted(folder.glob("segment-*.kv"))}
 
 
 def scan_of(data: bytes) -> Scan:
@@ -81,19 +82,22 @@ def scan_of(data: bytes) -> Scan:
     return scan_records(read, len(data))
 
 
-def test_segments_of_version_1_stay_readable() -> None:
-    world = golden_world(CrashStorage(golden_segments()), opening=8)
+@pytest.mark.parametrize("folder", [GOLDEN, NEWEST], ids=lambda folder: folder.name)
+def test_segments_of_version_1_stay_readable(folder: Path) -> None:
+    world = golden_world(CrashStorage(golden_segments(folder)), opening=8)
     assert world.handles == {"kept": (TOKENS, {"k": "w"}, True)}
     assert world.restored("kept") == 300
     snapshot = world.cache.snapshot("a", "kept")
     assert (snapshot.created, snapshot.ttl, snapshot.expires) == (NOW, 3600.0, NOW + 3600.0)
+    assert snapshot.origins == (Origin("kept" if folder is GOLDEN else "call", 0),)
     assert world.store.stats().corrupt == 0
 
 
-def test_segments_are_written_as_they_always_were() -> None:
+def test_segments_are_written_as_they_always_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.names.new_call_id", lambda: "call")  # it is drawn at random
     storage = CrashStorage()
     write_golden(golden_world(storage, opening=7))
-    assert storage.images(0)["power cut"] == golden_segments()
+    assert storage.images(0)["power cut"] == golden_segments(NEWEST)
 
 
 def test_what_the_golden_segments_hold() -> None:
@@ -155,6 +159,7 @@ def test_a_snapshot_reads_back_as_it_was() -> None:
         owner="a",
         node=node,
         lineage=("x", "y"),
+        origins=(Origin("one", 0), Origin("two", 7)),
         created=1.5,
         last_use=2.5,
         ttl=3.5,
@@ -168,6 +173,7 @@ def test_a_snapshot_reads_back_as_it_was() -> None:
         model="model",
         node=node.key,
         lineage=("x", "y"),
+        origins=(Origin("one", 0), Origin("two", 7)),
         created=1.5,
         last_use=2.5,
         ttl=3.5,
@@ -175,6 +181,18 @@ def test_a_snapshot_reads_back_as_it_was() -> None:
         pinned=True,
         labels={"ä": "ö"},
     )
+
+
+def test_a_snapshot_of_before_there_were_origins_shares_its_tokens_with_none() -> None:
+    assert decode_snapshot(json.dumps(GOOD).encode()).origins == (Origin("i", 0),)
+
+
+@pytest.mark.parametrize(
+    "origins", [[["a", 1], ["b", 1]], [["a", 2], ["b", 1]], [["a", -1]], [["a", True]], [[1, 0]], [["a"]], 7, ["ab"]]
+)
+def test_origins_out_of_order_are_none(origins: object) -> None:
+    with pytest.raises(FormatError):
+        decode_snapshot(json.dumps(GOOD | {"origins": origins}).encode())
 
 
 GOOD = {

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from kvcache.blocks import root_key
+from kvcache.blocks import BLOCK_TOKENS, root_key
 from kvcache.snapshots import (
+    ORIGIN_LIMIT,
     TOMBSTONE_LIMIT,
     TOMBSTONE_SECONDS,
     GoneReason,
@@ -17,6 +18,7 @@ from kvcache.snapshots import (
     SnapshotRegistry,
     TakenSnapshotId,
     UnknownSnapshot,
+    origins_behind,
 )
 from kvcache.tree import BlockTree, Node
 
@@ -24,7 +26,10 @@ TREE = BlockTree()
 
 
 def node_at(end: int, token: int = 1) -> Node:
-    return TREE.add(TREE.root(root_key("model", "owner")), [token] * end, b"P")
+    node = TREE.root(root_key("model", "owner"))
+    while node.end < end:
+        node = TREE.add(node, [token] * min(BLOCK_TOKENS, end - node.end), b"P")
+    return node
 
 
 class Names:
@@ -37,10 +42,13 @@ class Names:
         )
 
     def add(self, id: str, *, owner: str = "a", end: int = 10, lineage: str = "", now: float = 0.0, ttl: float = 10.0,
-            pinned: bool = False, token: int = 1) -> Snapshot:  # fmt: skip
+            pinned: bool = False, token: int = 1, parent: Snapshot | None = None,
+            call: str = "") -> Snapshot:  # fmt: skip
+        """`call` brought what lies beyond the parent: one of its own where it is empty."""
         snapshot = Snapshot(
-            id=id, owner=owner, node=node_at(end, token), lineage=tuple(lineage.split()), created=now,
-            last_use=now, ttl=ttl, expires=now + ttl, pinned=pinned,
+            id=id, owner=owner, node=node_at(end, token), created=now, last_use=now, ttl=ttl, expires=now + ttl,
+            lineage=(*parent.lineage, parent.id) if parent else tuple(lineage.split()), pinned=pinned,
+            origins=origins_behind(parent, end, call or f"{id} {now}"),
         )  # fmt: skip
         self.registry.add(snapshot)
         return snapshot
@@ -168,30 +176,42 @@ def test_descendants_are_found_through_names_that_are_gone(names: Names) -> None
 
 
 def test_a_rollback_gives_up_its_own_branch_beyond_the_cut_and_nothing_else(names: Names) -> None:
-    names.add("prompt", end=100)
-    names.add("answer", end=150, lineage="prompt", now=1)
-    source = names.add("more", end=200, lineage="prompt answer", now=2)
-    names.add("after", end=220, lineage="prompt answer more", now=3)
-    names.add("kept", end=230, lineage="prompt answer more", now=4, pinned=True)
-    names.add("cut off", end=100, lineage="prompt answer more", now=5)  # an earlier rollback of the same line
-    names.add("sibling", end=180, lineage="prompt", now=6)
-    names.add("cousin", end=190, lineage="prompt answer", now=7)
+    prompt = names.add("prompt", end=100)
+    answer = names.add("answer", end=150, parent=prompt, now=1)
+    source = names.add("more", end=200, parent=answer, now=2)
+    names.add("after", end=220, parent=source, now=3)
+    names.add("kept", end=230, parent=source, now=4, pinned=True)
+    cut_off = names.add("cut off", end=100, parent=source, now=5)  # an earlier rollback of the same line
+    names.add("again", end=240, parent=cut_off, now=6)  # which came to the same tokens by another call
+    names.add("sibling", end=180, parent=prompt, now=7)
+    names.add("cousin", end=190, parent=answer, now=8)
 
     def given_up(cut: int) -> list[str]:
         return [s.id for s in names.registry.abandoned_by(source, cut)]
 
-    assert given_up(200) == ["after"]
+    assert given_up(200) == [], "nothing is dropped"
     assert given_up(160) == ["more", "after"]
     assert given_up(100) == ["answer", "more", "after", "cousin"]
-    assert given_up(99) == ["prompt", "answer", "more", "after", "cut off", "sibling", "cousin"]
+    assert given_up(99) == ["prompt", "answer", "more", "after", "cut off", "again", "sibling", "cousin"]
+    names.registry.drop(answer, GoneReason.DELETED, 9)
+    assert given_up(100) == ["more", "after", "cousin"], "the cousin has what a call brought whose name is gone"
+
+
+def test_the_marks_of_a_call_have_what_a_cut_before_them_drops(names: Names) -> None:
+    for end in (400, 600, 650):
+        names.add(f"mark {end}", end=end, call="one", now=end)
+    source = names.add("saved", end=700, call="one", now=700)
+    names.add("as long", end=700, call="another", now=701)
+    given_up = names.registry.abandoned_by(source, 400)
+    assert [s.id for s in given_up] == ["mark 600", "mark 650", "saved"]
 
 
 def test_a_name_that_is_taken_again_has_nothing_to_do_with_what_came_of_the_first(names: Names) -> None:
     first = names.add("base", end=150)
-    child = names.add("child", end=200, lineage="base", now=1)
+    child = names.add("child", end=200, parent=first, now=1)
     names.registry.drop(first, GoneReason.DELETED, 2)
     other = names.add("base", end=150, token=2, now=3)
-    other_child = names.add("other child", end=200, token=2, lineage="base", now=4)
+    other_child = names.add("other child", end=200, token=2, parent=other, now=4)
     assert names.registry.descendants(other) == [other_child]
     assert names.registry.abandoned_by(child, 100) == [child]
     assert names.registry.abandoned_by(other_child, 100) == [other, other_child]
@@ -199,7 +219,7 @@ def test_a_name_that_is_taken_again_has_nothing_to_do_with_what_came_of_the_firs
     names.registry.drop(other, GoneReason.DELETED, 5)
     again = names.add("base", end=150, now=6)  # what the child came of, made once more
     assert names.registry.descendants(again) == [child]
-    assert names.registry.abandoned_by(child, 100) == [child, again]
+    assert names.registry.abandoned_by(child, 100) == [child], "it does not stand on what was made since"
 
 
 def test_a_rolled_back_line_that_went_on_otherwise_still_came_of_its_source(names: Names) -> None:
@@ -208,6 +228,17 @@ def test_a_rolled_back_line_that_went_on_otherwise_still_came_of_its_source(name
     # Its tokens begin like the source's and then differ.
     turned = names.add("turned", end=150, token=3, lineage="source cut", now=2)
     assert turned in names.registry.descendants(source)
+
+
+def test_origins_are_bounded_and_the_last_ones_stay(names: Names) -> None:
+    here = names.add("0", end=1)
+    for turn in range(1, ORIGIN_LIMIT + 20):
+        here = names.add(str(turn), end=turn + 1, parent=here, now=turn)
+        names.registry.drop(here, GoneReason.DELETED, turn)
+    assert len(here.origins) == ORIGIN_LIMIT and here.origins[-1].start == here.token_count - 1
+    child = names.add("child", end=here.token_count + 5, parent=here, now=9_999)
+    names.registry.add(here)
+    assert names.registry.abandoned_by(child, 5) == [here, child]
 
 
 def test_random_histories_keep_every_index_in_step() -> None:

@@ -32,6 +32,7 @@ from tests.kvcache.durable_worlds import CrashStorage, DurableWorld, ring_at
 from tests.kvcache.tiny_worlds import LAYOUTS, World
 
 KEY = ExchangeKey(bytes(range(32)))
+NOTHING_LEFT = (0, 0, 0)  # of `Instance.left`
 
 
 @dataclass

@@ -28,9 +28,7 @@ from service.request import Durability
 from tests.images.pictures import png
 from tests.kvcache.durable_worlds import MASTER, STORE_ID
 from tests.kvcache.tiny_worlds import LAYOUTS, World, prompt_of
-from tests.service.exchange_rig import Instance, after_a_crash, durable_world, until
-
-NOTHING = (0, 0, 0)
+from tests.service.exchange_rig import NOTHING_LEFT, Instance, after_a_crash, durable_world, until
 
 
 def saved(instance: Instance, length: int = 700, name: str = "made", *, decode: int = 0, **keep: object) -> None:
@@ -46,7 +44,7 @@ def test_a_snapshot_goes_from_one_to_the_other() -> None:
             taken = await there.take([data[at : at + 999] for at in range(0, len(data), 999)])
             assert (taken.snapshot.name, taken.snapshot.token_count, taken.held_records) == ("snapshots/made", 700, 0)
             assert there.world.run(prompt_of(700)).receipt == (700, 0, 0)
-            assert here.left() == there.left() == NOTHING
+            assert here.left() == there.left() == NOTHING_LEFT
 
     asyncio.run(story())
 
@@ -64,7 +62,7 @@ def test_an_import_that_is_cancelled_while_it_is_written_leaves_no_name(tmp_path
                 await task
             assert there.names == []
             world.settle()
-            assert there.names == [] and there.left() == NOTHING
+            assert there.names == [] and there.left() == NOTHING_LEFT
 
     asyncio.run(story())
 
@@ -117,7 +115,7 @@ def test_a_prefilled_name_takes_prefilled_state_alone(decode: int, moves: bool) 
             stands = there.find("made").node
             assert (stands.key != own.key) == moves and there.world.cache.stands(stands) == moves
             assert list(stands.all_tokens()) == tokens and taken.snapshot.token_count == 700
-            assert there.left() == NOTHING
+            assert there.left() == NOTHING_LEFT
 
     asyncio.run(story())
 
@@ -178,7 +176,7 @@ def test_what_is_lost_while_it_is_exported_is_called_what_it_is(evicted: bool, r
             world.cache.sweep()
             lost = next(each for each in node.path() if world.store.locate(RecordId(each.key, RecordKind.FULL)) is None)
             assert lost.why_lost(RecordKind.FULL) is reason
-            assert here.left() == NOTHING
+            assert here.left() == NOTHING_LEFT
 
     asyncio.run(story())
 
@@ -193,7 +191,7 @@ def test_what_is_longer_than_the_context_is_refused_before_it_is_looked_at() -> 
                     await call
                 assert refused.value.reason == "CONTEXT_OVERFLOW"
                 assert refused.value.metadata == {"promptTokens": "700", "contextTokens": "699"}
-            assert there.world.tree == {} and there.left() == NOTHING
+            assert there.world.tree == {} and there.left() == NOTHING_LEFT
         with Instance(context_tokens=700) as there:
             assert (await there.take([data])).snapshot.token_count == 700
 
@@ -209,7 +207,7 @@ def test_an_owner_whose_first_key_cannot_be_written_is_told_that_the_store_takes
             with pytest.raises(StoreFull) as refused:
                 await there.take([data])
             assert "key could not be written" in refused.value.text
-            assert there.world.tree == {} and there.left() == NOTHING
+            assert there.world.tree == {} and there.left() == NOTHING_LEFT
 
     asyncio.run(story())
 
@@ -241,7 +239,7 @@ def test_a_key_that_is_written_slowly_holds_up_nobody_and_nothing_stays_of_a_cal
             await asyncio.get_running_loop().shutdown_default_executor()  # the thread has arrived
             assert ring.owners() == ["a"]
             await until(lambda: there.world.tree == {}, "the arrival to be let go of")
-            assert there.left() == NOTHING and there.names == []
+            assert there.left() == NOTHING_LEFT and there.names == []
 
     asyncio.run(story())
 
@@ -313,7 +311,7 @@ def test_places_are_bounded_for_each_owner_and_for_all_and_a_check_takes_one_too
             assert sorted(inside) == sorted("abcd" * 4)
             assert sum(one.received_records for one in taken) == 4 * 7 and there.names == ["made"] * 4
             assert (await there.take([data], "e")).held_records == 0
-            assert there.left() == NOTHING
+            assert there.left() == NOTHING_LEFT
 
     asyncio.run(story())
 
@@ -354,7 +352,7 @@ def test_images_that_come_pass_the_limits_of_this_server(file: bytes, limits: di
                 await there.take([data])
             assert refused.value.reason == reason and refused.value.text.startswith("data: image ")
             assert there.uploads.total_bytes == len(there.uploads) == 0
-            assert there.world.tree == {} and there.left() == NOTHING
+            assert there.world.tree == {} and there.left() == NOTHING_LEFT
 
     asyncio.run(story())
 

@@ -211,8 +211,12 @@ const (
 	Release_RELEASE_NONE Release = 1
 	// The name source.
 	Release_RELEASE_SOURCE Release = 2
-	// Every unpinned snapshot of the caller that descends from the result and
-	// lies beyond the cut; generations running from them are stopped.
+	// Every unpinned snapshot of the caller that has the first token dropped, and
+	// has it from the same call as source: source itself, marks and ends that this
+	// call or one behind it kept beyond the cut, and what was derived from any of
+	// them there. Generations running from them are stopped. What shares only the
+	// kept prefix stays, as does what another call computed, were it the same
+	// tokens. A cut that drops nothing releases nothing.
 	Release_RELEASE_ABANDONED Release = 3
 )
 

@@ -37,7 +37,9 @@ const (
 // stuck, or the server drains.
 type InferenceServiceClient interface {
 	// Streams Started, then Progress, Marked and Delta, then exactly one Finished,
-	// then OK. Any other end is an error. To give up, cancel the RPC.
+	// then OK. Any other end is an error. To give up, cancel the RPC: names that
+	// it had made and not yet told are gone then, unless save_on_cancel asks for
+	// the last one.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
 	// Ends a running Generate early but cleanly, so that its Finished message
 	// and snapshot are not lost.
@@ -139,7 +141,9 @@ func (c *inferenceServiceClient) CountTokens(ctx context.Context, in *CountToken
 // stuck, or the server drains.
 type InferenceServiceServer interface {
 	// Streams Started, then Progress, Marked and Delta, then exactly one Finished,
-	// then OK. Any other end is an error. To give up, cancel the RPC.
+	// then OK. Any other end is an error. To give up, cancel the RPC: names that
+	// it had made and not yet told are gone then, unless save_on_cancel asks for
+	// the last one.
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error
 	// Ends a running Generate early but cleanly, so that its Finished message
 	// and snapshot are not lost.

@@ -57,7 +57,7 @@ class Release(enum.Enum):
 
     NONE = 1
     SOURCE = 2
-    ABANDONED = 3  # every unpinned descendant of the result beyond the cut
+    ABANDONED = 3  # every unpinned snapshot with the very tokens that are dropped
 
 
 class Landmark(enum.Enum):

@@ -75,7 +75,9 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Streams Started, then Progress, Marked and Delta, then exactly one Finished,
-        then OK. Any other end is an error. To give up, cancel the RPC.
+        then OK. Any other end is an error. To give up, cancel the RPC: names that
+        it had made and not yet told are gone then, unless save_on_cancel asks for
+        the last one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1215,8 +1215,12 @@ pub enum Release {
     None = 1,
     /// The name source.
     Source = 2,
-    /// Every unpinned snapshot of the caller that descends from the result and
-    /// lies beyond the cut; generations running from them are stopped.
+    /// Every unpinned snapshot of the caller that has the first token dropped, and
+    /// has it from the same call as source: source itself, marks and ends that this
+    /// call or one behind it kept beyond the cut, and what was derived from any of
+    /// them there. Generations running from them are stopped. What shares only the
+    /// kept prefix stays, as does what another call computed, were it the same
+    /// tokens. A cut that drops nothing releases nothing.
     Abandoned = 3,
 }
 impl Release {
@@ -1374,7 +1378,9 @@ pub mod inference_service_client {
             self
         }
         /// Streams Started, then Progress, Marked and Delta, then exactly one Finished,
-        /// then OK. Any other end is an error. To give up, cancel the RPC.
+        /// then OK. Any other end is an error. To give up, cancel the RPC: names that
+        /// it had made and not yet told are gone then, unless save_on_cancel asks for
+        /// the last one.
         pub async fn generate(
             &mut self,
             request: impl tonic::IntoRequest<super::GenerateRequest>,

@@ -1452,8 +1452,12 @@ export enum Release {
   SOURCE = 2,
 
   /**
-   * Every unpinned snapshot of the caller that descends from the result and
-   * lies beyond the cut; generations running from them are stopped.
+   * Every unpinned snapshot of the caller that has the first token dropped, and
+   * has it from the same call as source: source itself, marks and ends that this
+   * call or one behind it kept beyond the cut, and what was derived from any of
+   * them there. Generations running from them are stopped. What shares only the
+   * kept prefix stays, as does what another call computed, were it the same
+   * tokens. A cut that drops nothing releases nothing.
    *
    * @generated from enum value: RELEASE_ABANDONED = 3;
    */
@@ -1516,7 +1520,9 @@ export const AdmissionSchema: GenEnum<Admission> = /*@__PURE__*/
 export const InferenceService: GenService<{
   /**
    * Streams Started, then Progress, Marked and Delta, then exactly one Finished,
-   * then OK. Any other end is an error. To give up, cancel the RPC.
+   * then OK. Any other end is an error. To give up, cancel the RPC: names that
+   * it had made and not yet told are gone then, unless save_on_cancel asks for
+   * the last one.
    *
    * @generated from rpc kvfork.v1.InferenceService.Generate
    */
