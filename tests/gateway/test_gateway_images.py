@@ -11,13 +11,15 @@ from typing import Any
 import openai
 import pytest
 
-from service.models.vision.drawing import draw
-from service.models.vision.scenes import make_scene
 from tests.e2e.live import LiveServer
 from tests.gateway.live import LiveGateway
 from tests.images.pictures import png
 
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
+
+from service.models.vision.drawing import draw
+from service.models.vision.scenes import make_scene
+
 pytestmark = [pytest.mark.mlx]
 
 MODEL = "tiny-qwen3_5-vl"
