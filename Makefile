@@ -29,7 +29,12 @@ $(VENV)/.done: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}" if v < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --progress-bar on --upgrade pip
-	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,gateway,inspector,vision,cpu,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[server,gateway,inspector,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar on --no-deps --group lean
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.done
+	$(BIN)/python -m pip install --quiet --progress-bar on -e '.[bench]'
 	@touch $@
 
 demo: setup ## Generate, fork and roll back on a real model, with receipts (MODEL=gemma3, MODEL=tiny-vision)
@@ -59,7 +64,7 @@ fuzz: setup ## Damage at random what the store reads from disk (MINUTES=10)
 fuzz-rpc: setup ## Random messages, valid and not, against every RPC of a running server (MINUTES=10)
 	$(BIN)/python -m tests.e2e.fuzz_rpc --minutes $(or $(MINUTES),10) $(ARGS)
 
-families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (minutes)
+families: setup ## Hold every model family of mlx-lm to the conformance suite; writes docs/layers.md (half an hour)
 	$(BIN)/python -m tests.families --all --markdown docs/layers.md $(ARGS)
 
 lint: setup ## Formatting, lint, the contract's lint, and that it breaks no released client
@@ -98,10 +103,10 @@ conformance: setup ## Every client plays the same scenarios against a server; wr
 
 check: lint type gen-check gen-clients-check test test-slow ## Everything that CI runs
 
-bench: setup ## Run every benchmark and draw the plots under docs/ (minutes)
+bench: $(VENV)/.bench ## Run every benchmark and draw the plots under docs/ (minutes)
 	$(BIN)/python -m tests.bench all $(ARGS)
 
-bench-%: setup ## Run one benchmark: bench-rollback, bench-chat, ...
+bench-%: $(VENV)/.bench ## Run one benchmark: bench-rollback, bench-chat, ...
 	$(BIN)/python -m tests.bench $* $(ARGS)
 
 clean: ## Remove the environment and what tools left; models stay in the cache directory

@@ -6,7 +6,7 @@ that is new reaches every client by this one command. `--check` writes nothing a
 | language   | generator                                         | what is left to its own build |
 |------------|---------------------------------------------------|-------------------------------|
 | go         | protoc-gen-go, protoc-gen-go-grpc (`go install`)  |                               |
-| typescript | protoc-gen-es, from its node_modules              |                               |
+| typescript | protoc-gen-es, in clients/typescript/codegen      |                               |
 | rust       | tonic-prost-build, in clients/rust/codegen        |                               |
 | java       | calls, reasons, protos with Java's options: this  | messages: protoc, by Maven    |
 """
@@ -196,7 +196,7 @@ def quoted(text: str) -> str:
 
 
 def _typescript(folder: Path) -> None:
-    project = CLIENTS / "typescript"
+    project = CLIENTS / "typescript" / "codegen"
     plugins = project / "node_modules" / ".bin"
     if not (plugins / "protoc-gen-es").exists():
         _run(["npm", "ci", "--no-audit", "--no-fund"], cwd=project)

@@ -19,7 +19,7 @@ from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import Entry, RecordIndex
 from kvcache.notes import NoteBook
 from kvcache.reading import Reader
-from kvcache.records import Buffer, FetchResult, Loss, Name, Note, NoteId, PutResult, RecordId, Tier
+from kvcache.records import Buffer, FetchResult, Loss, Name, Note, NoteId, NoteKind, PutResult, RecordId, Tier
 from kvcache.segments import Extent, SegmentLog, Step
 from kvcache.stats import Tally
 from kvcache.writer import CircuitBreaker, IoThread
@@ -165,11 +165,15 @@ class DiskTier:
                     if entry is None or entry.tier is not Tier.DISK:
                         raise MissingRecord(record, "not held any more")
             self._segments.sync()
+            self._segments.drop_names(
+                [note.id.key for phase in phases for note in phase if note.id.kind is NoteKind.TOMBSTONE]
+            )
             for phase in phases:
                 for note in phase:
                     self._need_room(len(note.payload))
                     self.notes.write(note)
                 self._segments.sync()
+            self._segments.add_names({note.id.key: note.name for phase in phases for note in phase if note.name})
             self.notes.lay_to_rest()
         except MissingRecord as error:
             return error

@@ -12,24 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvcache.blocks import BlockKey, root_key
-from kvcache.chains import build_chain, nodes_of
-from kvcache.errors import FormatError, StoreError
+from kvcache.chains import nodes_of
+from kvcache.errors import StoreError
 from kvcache.media import MediaTag
-from kvcache.note_codec import (
-    NodeNote,
-    SnapshotNote,
-    decode_node,
-    decode_snapshot,
-    encode_node,
-    encode_snapshot,
-    media_key,
-    snapshot_key,
-)
-from kvcache.records import Note, NoteId, NoteKind, RecordId
+from kvcache.note_codec import SnapshotNote, encode_node, encode_snapshot, media_key, snapshot_key
+from kvcache.reading_notes import read_notes
+from kvcache.records import ListedName, Note, NoteId, NoteKind, RecordId
 from kvcache.snapshots import Snapshot, images_of
 from kvcache.store import TieredStore
 from kvcache.tree import BlockTree, Node
@@ -41,15 +32,17 @@ USE_SECONDS = 60.0  # a use that only pushes the expiry out is written once in t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a start found. `lost`: snapshots whose notes were damaged, `expired`: whose time was over.
+    """What a start found. `expired`: snapshots whose time was over. `media`: (owner, tag, file) of every image.
 
-    `media`: (owner, tag, file) of every image of theirs.
+    `lost`: owner and id, by key, of those that should be there and are not, or of which something is not there.
+    `given_up`: handles of which something is not there, and which the list does not name.
     """
 
     snapshots: tuple[Snapshot, ...]
     media: tuple[tuple[str, MediaTag, bytes], ...]
     expired: int
-    lost: int
+    lost: Mapping[bytes, tuple[str, str]]
+    given_up: int
 
 
 class Journal:
@@ -66,6 +59,7 @@ class Journal:
         """`file_of`: an image's file, by owner and tag; None if nobody has it."""
         self._file_of = file_of
         self._store = store
+        self._inventory, self._namespace = store.listing
         self._fingerprint = fingerprint
         self._tree = tree
         self._clock = clock
@@ -220,6 +214,7 @@ class Journal:
             id=NoteId(self.key_of(snapshot), NoteKind.SNAPSHOT),
             payload=encode_snapshot(snapshot, self._fingerprint),
             key_id=snapshot.node.key_id,
+            name=(snapshot.owner, snapshot.id),
         )
 
     # Reading
@@ -227,76 +222,37 @@ class Journal:
     def load(self, owners: Iterable[str], *, shared: str) -> Loaded:
         """Builds the nodes of every durable snapshot, once, before the store is started. Expired ones are left out.
 
-        A snapshot stands on prefixes of its owner, or of `shared`, who may be among `owners`.
-        Each snapshot's node is held once for it. Records and notes that no snapshot needs are given up.
+        Each snapshot's node is held once for it. Records and notes that no snapshot needs are given up, unless some
+        snapshot is lost: a file that is put back may make it whole again.
         """
-        roots = {root_key(self._fingerprint, owner): owner for owner in owners}
-        notes: dict[BlockKey, NodeNote] = {}
-        files: dict[bytes, bytes] = {}
-        media: dict[tuple[str, MediaTag], bytes] = {}
-        handles: list[tuple[SnapshotNote, int]] = []
-        ended: list[tuple[bytes, int]] = []
-        keys: dict[BlockKey, int] = {}
-        useless: list[NoteId] = []
-        lost = 0
-        for note, payload, key_id in self._store.notes():
-            try:
-                if note.kind is NoteKind.NODE:
-                    notes[BlockKey(note.key)] = decode_node(payload, BlockKey(note.key))
-                    keys[BlockKey(note.key)] = key_id
-                elif note.kind is NoteKind.MEDIA:
-                    files[note.key] = payload
-                elif note.kind is NoteKind.SNAPSHOT:
-                    handle = decode_snapshot(payload)
-                    if note.key != snapshot_key(self._fingerprint, handle.owner, handle.id):
-                        raise FormatError("the note of another handle")
-                    handles.append((handle, key_id))
-            except FormatError as error:
-                lost += note.kind is NoteKind.SNAPSHOT
-                if note.kind is NoteKind.SNAPSHOT:
-                    ended.append((note.key, key_id))
-                else:
-                    useless.append(note)
-                log.warning("dropped %s: %s", note, error)
-        snapshots: list[Snapshot] = []
-        expired = 0
-        now = self._clock()
-        for handle, key_id in handles:
-            if handle.expires <= now and not handle.pinned:
-                expired += 1
-            elif (node := build_chain(self._tree, handle.node, notes, roots, keys)) is None or roots[
-                self._owner(node)
-            ] not in (
-                handle.owner,
-                shared,
-            ):
-                lost += 1
-            else:
-                snapshot = _snapshot_of(handle, node)
-                wanted = {tag: media_key(self._fingerprint, handle.owner, tag) for tag in snapshot.media}
-                if files.keys() >= set(wanted.values()):
-                    node.holds += 1
-                    snapshots.append(snapshot)
-                    media |= {(handle.owner, tag): files[key] for tag, key in wanted.items()}
-                    continue
-                lost += 1
-            ended.append((snapshot_key(self._fingerprint, handle.owner, handle.id), key_id))
-        needed = {media_key(self._fingerprint, owner, tag) for owner, tag in media}
-        useless += [NoteId(key, NoteKind.NODE) for key in notes if self._tree.get(key) is None]
-        useless += [NoteId(key, NoteKind.MEDIA) for key in files if key not in needed]
-        if useless:
-            self._store.forget_notes(lambda: useless)
-        for key, key_id in ended:
-            self._write(key, key_id, nodes=False)  # so that the next start need not judge it again
-        self._store.delete([record for record in self._store.held() if self._tree.get(record.key) is None])
-        if lost:
-            log.warning("%d durable snapshots were lost: what described them is damaged", lost)
+        found = read_notes(self._store.notes(), self._fingerprint, owners, self._tree, shared=shared, now=self._clock())
+        whole = {one.key: self._listed(one.note.owner, one.note.id) for one in found.whole}
+        broken = {key: self._listed(handle.owner, handle.id) for key, handle in found.broken.items()}
+        if self._namespace not in self._inventory.models():
+            whole |= broken  # written before there was a list
+        self._inventory.add_names(whole)
+        ended = {*found.expired}
+        lost = {
+            key: (name.owner, name.id)
+            for key, name in self._inventory.names().items()
+            if name.namespace == self._namespace and (key in broken or key not in whole) and key not in ended
+        }
+        ended |= {*found.broken, *found.unreadable} - lost.keys()  # of which the list knows nothing: given up
+        if not lost:
+            self._store.forget_notes(lambda: found.useless)
+            self._store.delete([record for record in self._store.held() if self._tree.get(record.key) is None])
+        for key in ended:
+            self._write(key, found.key_ids[key], nodes=False)  # so that the next start need not judge it again
         return Loaded(
-            snapshots=tuple(snapshots),
-            media=tuple((owner, tag, file) for (owner, tag), file in media.items()),
-            expired=expired,
+            snapshots=tuple(snapshot_of(one.note, one.node) for one in found.whole),
+            media=tuple((one.note.owner, tag, file) for one in found.whole for tag, file in one.images.items()),
+            expired=len(found.expired),
             lost=lost,
+            given_up=len(ended) - len(found.expired),
         )
+
+    def _listed(self, owner: str, snapshot_id: str) -> ListedName:
+        return ListedName(namespace=self._namespace, owner=owner, id=snapshot_id)
 
     def adopt(self, snapshots: Iterable[Snapshot]) -> None:
         """Those that `load` found and that stay, once the files of their images can be asked for again."""
@@ -305,12 +261,9 @@ class Journal:
             self._saved[key] = snapshot.expires
             self._stand(key, snapshot)
 
-    @staticmethod
-    def _owner(node: Node) -> BlockKey:
-        return node.ancestor_at(0).key
 
-
-def _snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
+def snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
+    """The snapshot that a note describes, standing on `node`."""
     return Snapshot(
         id=note.id,
         owner=note.owner,

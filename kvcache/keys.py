@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import NONCE_BYTES
+from kvcache.inventory import INVENTORY_FILE, LIST_KEY_BYTES, Inventory
 from kvcache.seal import OPENING, AesGcmSeal
 from kvcache.storage import DIRECTORY_MODE
 from kvcache.store_dir import NEW, replace_file, sync_directory
@@ -44,24 +45,58 @@ class OwnerKey:
 class KeyRing:
     """The owner keys of one store, unwrapped in memory. Thread-safe."""
 
-    def __init__(self, folder: Path, store_id: bytes, master: bytes) -> None:
-        """Opens the ring, or starts one. Raises StoreUnusable if `master` is not the key that wraps it."""
+    def __init__(self, folder: Path, store_id: bytes, master: bytes, *, listed: bool = False) -> None:
+        """Opens the ring, or starts one. Raises StoreUnusable if `master` is not the key that wraps it.
+
+        `listed`: the store has an inventory, so that the ring must have the key to it.
+        """
         self._file = folder / OWNERS_FILE
         self._store_id = store_id
         self._master = master
         self._lock = threading.Lock()
         self._by_owner: dict[str, OwnerKey] = {}
         self._by_id: dict[int, bytes] = {}
+        self._inventory: Inventory | None = None
+        self.list_key = b""  # that the inventory is sealed with
         folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         sync_directory(folder.parent)
-        try:
+        with suppress(FileNotFoundError):
             text = self._file.read_bytes()
-        except FileNotFoundError:
+            for key in decode_owners(text, store_id, master):
+                self._by_owner[key.owner] = key
+                self._by_id[key.id] = key.key
+            self.list_key = decode_list_key(text, store_id, master)
+        if not self.list_key:
+            if listed:
+                raise StoreUnusable(
+                    f"{OWNERS_FILE} is older than {INVENTORY_FILE}: it was put back from a copy. "
+                    "Nothing was changed: put back its newest copy"
+                )
+            self.list_key = secrets.token_bytes(LIST_KEY_BYTES)
             self._write(self._by_owner)
-            return
-        for key in decode_owners(text, store_id, master):
-            self._by_owner[key.owner] = key
-            self._by_id[key.id] = key.key
+
+    def check(self, inventory: Inventory) -> None:
+        """Compares the ring with the list, and tells it of every change from here on.
+
+        StoreUnusable if keys are missing: without them what they sealed could not be read, and would be given up.
+        """
+        missing = {number: owner for number, owner in inventory.owners().items() if number not in self._by_id}
+        if missing:
+            raise StoreUnusable(
+                f"{OWNERS_FILE} lacks the keys of {', '.join(sorted(missing.values()))}: it is an old copy. "
+                "Nothing was changed: put back its newest copy, or give up what those keys sealed: "
+                "kvfork store forget-lost"
+            )
+        self.follow(inventory)
+
+    def follow(self, inventory: Inventory) -> None:
+        """Tells the list of every key, of the end of those that are missing, and of every change from here on."""
+        for number, owner in inventory.owners().items():
+            if number not in self._by_id:
+                inventory.drop_owner(number, owner)
+        for key in self._by_owner.values():
+            inventory.add_owner(key.id, key.owner)
+        self._inventory = inventory
 
     def id_of(self, owner: str) -> int:
         """The id of the owner's key, which is made, and on disk, if there is none yet. Raises OSError."""
@@ -75,6 +110,8 @@ class KeyRing:
                 self._write({**self._by_owner, owner: have})
                 self._by_owner[owner] = have
                 self._by_id[number] = have.key
+                if self._inventory is not None:
+                    self._inventory.add_owner(number, owner)
             return have.id
 
     def owners(self) -> list[str]:
@@ -99,6 +136,8 @@ class KeyRing:
         with self._lock:
             if owner not in self._by_owner:
                 return False
+            if self._inventory is not None:
+                self._inventory.drop_owner(self._by_owner[owner].id, owner)
             left = {name: key for name, key in self._by_owner.items() if name != owner}
             with self._file.open("r+b") as before:  # the file that is replaced, not its name
                 self._write(left)
@@ -110,7 +149,7 @@ class KeyRing:
             return True
 
     def _write(self, owners: dict[str, OwnerKey]) -> None:
-        replace_file(self._file, encode_owners(owners.values(), self._store_id, self._master))
+        replace_file(self._file, encode_owners(owners.values(), self._store_id, self._master, self.list_key))
 
 
 class OwnerSeal(AesGcmSeal):
@@ -130,8 +169,8 @@ class OwnerSeal(AesGcmSeal):
         return self._ring.key(key_id) is not None
 
 
-def encode_owners(owners: Iterable[OwnerKey], store_id: bytes, master: bytes) -> bytes:
-    """owners.json: each key wrapped, bound to the store, its number and its owner."""
+def encode_owners(owners: Iterable[OwnerKey], store_id: bytes, master: bytes, list_key: bytes = b"") -> bytes:
+    """owners.json: each key wrapped, bound to the store, its number and its owner; `list_key` is the inventory's."""
     cipher = AESGCM(master)
 
     def wrap(key: bytes, about: bytes) -> str:
@@ -142,6 +181,7 @@ def encode_owners(owners: Iterable[OwnerKey], store_id: bytes, master: bytes) ->
         {
             "format": KEYS_VERSION,
             "check": wrap(b"", _about(store_id, 0, "")),
+            **({"list": wrap(list_key, _about_list(store_id))} if list_key else {}),
             "owners": [
                 {"id": key.id, "owner": key.owner, "wrapped": wrap(key.key, _about(store_id, key.id, key.owner))}
                 for key in owners
@@ -185,6 +225,20 @@ def decode_owners(text: bytes, store_id: bytes, master: bytes) -> list[OwnerKey]
         except (InvalidTag, ValueError, OverflowError):
             raise StoreUnusable(f"{OWNERS_FILE} is damaged: the key of owner {owner!r} does not verify") from None
     return keys
+
+
+def decode_list_key(text: bytes, store_id: bytes, master: bytes) -> bytes:
+    """The inventory's key, of a file that `decode_owners` took; b"" if it was written before there was one."""
+    wrapped = json.loads(text).get("list", "")
+    try:
+        data = bytes.fromhex(wrapped)
+        return AESGCM(master).decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], _about_list(store_id)) if data else b""
+    except (InvalidTag, ValueError, TypeError):
+        raise StoreUnusable(f"{OWNERS_FILE} is damaged: the key of {INVENTORY_FILE} does not verify") from None
+
+
+def _about_list(store_id: bytes) -> bytes:
+    return b"kvfork list key v1" + store_id
 
 
 def _about(store_id: bytes, number: int, owner: str) -> bytes:

@@ -6,30 +6,37 @@ is the registry's (`kvcache.snapshots`); how notes reach the disk the journal's.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvcache.chains import transplant
 from kvcache.changes import Change, ChangeLog
 from kvcache.errors import StoreError
-from kvcache.journal import Journal
+from kvcache.inventory import ListedModel
+from kvcache.journal import Journal, Loaded, snapshot_of
 from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
 from kvcache.media import MediaTag
+from kvcache.note_codec import snapshot_key
 from kvcache.pinned import PinnedBytes
+from kvcache.reading_notes import Whole
 from kvcache.records import RecordKind
 from kvcache.snapshots import (
     GoneReason,
+    LostSnapshot,
     NotDurableSnapshot,
     Origin,
     PinnedBytesLimit,
     Snapshot,
     SnapshotBusy,
     SnapshotRegistry,
+    TakenSnapshotId,
     UnknownSnapshot,
     images_of,
     new_call_id,
@@ -40,6 +47,9 @@ from kvcache.store import TieredStore
 from kvcache.store_dir import boot_id
 from kvcache.tree import Node
 
+log = logging.getLogger(__name__)
+
+TOLD_NAMES = 20  # of lost snapshots, in the log; `kvfork store check` tells all
 SHARED = "*"  # whose prefixes those of all are, where owners share them; no owner has this name
 LINEAGE_LIMIT = 1000  # ancestors remembered by name
 _MARKED = re.compile(r"(s[0-9a-v]{26})-m([0-9]{1,10})")  # an id with an opening, see `new_snapshot_id`
@@ -66,6 +76,9 @@ class Durable:
     ring: KeyRing
     instance: str
     opening: int
+    parts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what the fingerprint was made of, for a later start to tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +146,15 @@ class NamedSnapshots:
         self._durable = durable
         self._media = media
         self._journal: Journal | None = None
+        self.lost: Mapping[bytes, tuple[str, str]] = {}  # by key: owner and id of durable snapshots that are not there
         if durable is not None:
             self._journal = Journal(store, fingerprint, self._stock.tree, clock, self._file_of)
             loaded = self._journal.load(durable.ring.owners(), shared=SHARED)
             found = loaded.snapshots
+            self.lost = loaded.lost
+            inventory, namespace = store.listing
+            inventory.add_model(namespace, ListedModel(fingerprint=fingerprint, parts=durable.parts))
+            self._tell_lost(loaded)
             if media is not None:
                 for owner, tag, file in loaded.media:
                     media.found(owner, tag, file)
@@ -367,6 +385,31 @@ class NamedSnapshots:
             logits = [record for record in records if record.kind is RecordKind.LOGITS]  # a boundary may have none
             self._journal.save(snapshot, records[: len(records) - len(logits)], logits, safe)
 
+    def carry(self, other: Whole, root: Node, done: Callable[[StoreError | None], None]) -> Snapshot:
+        """A durable snapshot of another fingerprint becomes one of this, under `root`, without state.
+
+        `done` is told the error, or None once it is on disk; it must not block. Raises TakenSnapshotId.
+        """
+        assert self._journal is not None, "the store is ephemeral"
+        note = other.note
+        with self._lock:
+            if self._snapshots.taken(note.owner, note.id):
+                raise TakenSnapshotId(note.id, f"snapshot id {note.id} is taken")
+            node = transplant(other.node, self._stock.tree, root)[other.node.key]
+            node.holds += 1
+            snapshot = snapshot_of(note, node)
+            if self._media is not None:
+                for tag, file in other.images.items():
+                    self._media.found(note.owner, tag, file)
+            self._snapshots.restore(snapshot)
+            self._keep_media(snapshot)
+            self.store.claim(self._stock.records_of(node))
+            if snapshot.pinned:
+                self._pin(snapshot)
+            self._log(note.owner, Change(note.id, None, snapshot.labels))
+            self._journal.save(snapshot, (), (), done)
+        return snapshot
+
     def settle(self, done: Callable[[StoreError | None], None]) -> None:
         """Calls back once every change so far is on disk, or has failed; at once if nothing ever is."""
         if self._journal is None:
@@ -387,10 +430,28 @@ class NamedSnapshots:
         try:
             return self._snapshots.find(owner, snapshot_id, self._clock())
         except UnknownSnapshot:
+            if self.lost and snapshot_key(self.fingerprint, owner, snapshot_id) in self.lost:
+                raise LostSnapshot(snapshot_id) from None
             opening = opening_of(snapshot_id)
             if self._durable is not None and opening is not None and opening < self._durable.opening:
                 raise NotDurableSnapshot(snapshot_id, boot_id(self._durable.instance, opening)) from None
             raise
+
+    @staticmethod
+    def _tell_lost(loaded: Loaded) -> None:
+        if loaded.given_up:
+            log.warning("%d durable snapshots were given up: something of each was not there", loaded.given_up)
+        if not loaded.lost:
+            return
+        names = sorted(loaded.lost.values())
+        told = [f"{id} of {owner}" for owner, id in names[:TOLD_NAMES]]
+        told += [f"and {len(names) - TOLD_NAMES} more"] if len(names) > TOLD_NAMES else []
+        log.warning(
+            "%d durable snapshots are lost: %s. Calls that name them are answered with SNAPSHOT_LOST. End the server "
+            "and put back the files that are missing or damaged, or give the names up: kvfork store forget-lost",
+            len(names),
+            ", ".join(told),
+        )
 
     def _new_id(self, *, durable: bool) -> str:
         marked = self._durable is not None and not durable

@@ -107,12 +107,22 @@ Name: TypeAlias = RecordId | NoteId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ListedName:
+    """A durable snapshot, as the list of what the store should hold names it."""
+
+    namespace: bytes  # its model's
+    owner: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """A note to be written, sealed with the key of this id."""
 
     id: NoteId
     payload: bytes
     key_id: int
+    name: tuple[str, str] | None = None  # owner and id, of a snapshot's note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

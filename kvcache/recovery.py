@@ -8,7 +8,9 @@ there without its payload; so where there is a choice, only a record that verifi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvcache.errors import FormatError, StoreUnusable
@@ -30,6 +32,8 @@ class Recovered(Generic[Place]):
     damaged: int = 0  # stretches that no header describes, and whole segments without a right one
     cut_bytes: int = 0  # of torn writes
     unreadable: int = 0  # records whose key was destroyed
+    missing: Mapping[int, str] = field(default_factory=dict)  # listed segments, and what is wrong with each
+    damaged_segments: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class Census:
     records: dict[Name, Found]
     ghosts: list[tuple[int, bytes]]  # segment and key of outdated handles
     damaged_segments: set[int]
+    missing: dict[int, str]  # of the listed segments those that are not there as they were, and what is wrong
     damaged: int
     cut_bytes: int
     unreadable: int
@@ -64,13 +69,25 @@ class _Candidate:
     header: RecordHeader
 
 
-def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[int, int], dict[int, int], Census]:
-    """Sizes of our segments, sizes of other models' segments, and what ours hold. Cuts torn tails off.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A segment of another model, or of nobody: there is no telling whose it is."""
 
+    size: int
+    namespace: bytes | None
+
+
+def read_segments(
+    storage: Storage, seal: Seal, ours: Identity, listed: Container[int] = ()
+) -> tuple[dict[int, int], dict[int, Foreign], Census]:
+    """Sizes of our segments, the others, and what ours hold. Cuts torn tails off.
+
+    Of those that are `listed` nothing is cut off or removed that would be none of a crash's doing.
     Raises OSError, and StoreUnusable if any record is newer than this opening: nonces would come twice.
     """
     mine: dict[int, int] = {}
-    foreign: dict[int, int] = {}
+    foreign: dict[int, Foreign] = {}
+    missing: dict[int, str] = {}
     candidates: dict[object, list[_Candidate]] = {}
     handles: list[tuple[int, bytes]] = []
     damaged_segments: set[int] = set()
@@ -78,18 +95,28 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
     cut: list[int] = []
     for number, size in sorted(storage.sizes().items()):
         if size <= SEGMENT_HEADER.size:
-            storage.remove(number)  # torn at its creation, or empty
+            if number in listed:
+                missing[number] = f"has {size} bytes left"
+            else:
+                storage.remove(number)  # torn at its creation, or empty
             continue
         whose = _whose(storage, number, ours)
         if whose is None:
             # No telling whose it is. It counts in the budget and is the first to go.
-            foreign[number] = size
+            foreign[number] = Foreign(size=size, namespace=None)
             damaged += 1
+            if number in listed:
+                missing[number] = "has no right header any more"
             continue
         scan = scan_records(lambda offset, buffer, n=number: storage.read_into(n, offset, buffer), size)  # type: ignore[misc]
         _refuse_newer(scan, ours)
+        if number in listed and not scan.found:
+            foreign[number] = Foreign(size=size, namespace=None)
+            damaged += 1
+            missing[number] = "holds no record any more"
+            continue
         if whose != ours.namespace:
-            foreign[number] = size
+            foreign[number] = Foreign(size=size, namespace=whose)
             continue
         if scan.damaged:
             damaged += scan.damaged
@@ -111,7 +138,10 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
                 handles.append((number, name.key))
             rank = ("handle", name.key) if isinstance(name, NoteId) and name.kind is not NoteKind.NODE else name
             candidates.setdefault(rank, []).append(_Candidate(order, number, record.offset, header))
-    damaged += sum(number != max(mine) for number in cut)  # only the newest can have been torn by a killed process
+    for number in cut:
+        if number != max(mine):  # only the newest can have been torn by a killed process
+            damaged += 1
+            damaged_segments.add(number)
     records: dict[Name, Found] = {}
     alive: set[tuple[int, bytes]] = set()
     haunting = {key for _, key in handles}
@@ -135,10 +165,54 @@ def read_segments(storage: Storage, seal: Seal, ours: Identity) -> tuple[dict[in
             records=records,
             ghosts=[place for place in handles if place not in alive],
             damaged_segments=damaged_segments,
+            missing=missing,
             damaged=damaged,
             cut_bytes=cut_bytes,
             unreadable=unreadable,
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherModel:
+    """What the segments of one other model hold."""
+
+    namespace: bytes
+    sizes: Mapping[int, int]  # of its segments
+    notes: list[tuple[NoteId, bytes, int]]  # that verify, with payload and key, from the oldest to the newest
+    places: Mapping[Name, int]  # the segment of each record that counts
+    ghosts: list[tuple[int, bytes]]  # segment and key of outdated handles
+    damaged_segments: set[int]
+
+
+def missing_segments(storage: Storage, listed: Iterable[int], found: Container[int], census: Census) -> dict[int, str]:
+    """Listed segments that are not there as they were, by number, and what is wrong with each."""
+    strange = storage.strange()
+    gone = {n: strange.get(n, "is missing") for n in listed if n not in found and n not in census.missing}
+    return dict(sorted((census.missing | gone).items()))
+
+
+def read_other(storage: Storage, seal: Seal, theirs: Identity) -> OtherModel:
+    """What the segments under another model's `Identity` hold; `storage` is to be one that nothing is changed in."""
+    sizes, _, census = read_segments(storage, seal, theirs)
+    scratch = Scratch()
+    notes: list[tuple[NoteId, bytes, int]] = []
+    for name, place in census.records.items():
+        if isinstance(name, NoteId):
+
+            def fill(at: int, into: memoryview, found: Found = place) -> None:
+                if storage.read_into(found.segment, found.offset + at, into) < len(into):
+                    raise FormatError("the file ends early")
+
+            with suppress(FormatError):
+                notes.append((name, bytes(seal.open(name, place.length, fill, scratch)), place.key_id))
+    return OtherModel(
+        namespace=theirs.namespace,
+        sizes=sizes,
+        notes=notes,
+        places={name: place.segment for name, place in census.records.items()},
+        ghosts=census.ghosts,
+        damaged_segments=census.damaged_segments,
     )
 
 

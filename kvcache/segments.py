@@ -14,11 +14,12 @@ records can be copied on before the file they came from is dropped.
 from __future__ import annotations
 
 import enum
+import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvcache.errors import CorruptRecord, DiskFull, FormatError, UnreadableRecord
 from kvcache.format import (
@@ -29,11 +30,14 @@ from kvcache.format import (
     SegmentHeader,
     encode_segment_header,
 )
-from kvcache.records import Buffer, Name, NoteId, NoteKind
-from kvcache.recovery import Recovered, read_segments
+from kvcache.inventory import Inventory
+from kvcache.records import Buffer, ListedName, Name, NoteId, NoteKind
+from kvcache.recovery import Foreign, OtherModel, Recovered, missing_segments, read_other, read_segments
 from kvcache.seal import Scratch, Seal, check_header
-from kvcache.storage import Storage
+from kvcache.storage import ReadOnly, Storage
 from kvcache.store_dir import Identity
+
+log = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 128  # each is an open file; macOS allows 256 by default
 
@@ -88,9 +92,13 @@ class SegmentLog:
         segment_bytes: int,
         min_free_bytes: int,
         identity: Identity | None = None,
+        inventory: Inventory | None = None,
         wrote: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """`wrote` is told the bytes of every write that was made whole."""
+        """`inventory`: a durable log's list of what should be there, which is told of every segment.
+
+        `wrote` is told the bytes of every write that was made whole.
+        """
         self._storage = storage
         self._seal = seal
         self._wrote = wrote
@@ -100,13 +108,16 @@ class SegmentLog:
         self._segment_bytes = max(min(segment_bytes, budget_bytes // 16), budget_bytes // MAX_SEGMENTS)
         self._identity = identity
         self._durable = identity is not None
+        self._inventory = inventory
         self._store_id = identity.store_id if identity is not None else os.urandom(16)
         self._namespace = identity.namespace if identity is not None else NO_NAMESPACE
         self._scratch = Scratch()
         self._segments: dict[int, _Segment] = {}
         self._active: _Segment | None = None
         self._next_number = 0
-        self._foreign: dict[int, int] = {}  # segments of other models, or of nobody: number and bytes, oldest first
+        self._foreign: dict[int, Foreign] = {}  # by number, oldest first
+        self._kept: frozenset[int] = frozenset()  # of those the ones that stay, whatever the need
+        self._listed: set[int] = set()
         self._unsynced: set[int] = set()
         self._suspect: set[int] = set()  # a sync failed: what the system holds of them may never reach the disk
         self._condemned: set[int] = set()  # to be removed as soon as a sync succeeds
@@ -141,7 +152,7 @@ class SegmentLog:
             need += SEGMENT_HEADER.size
         if self.file_bytes + need <= limit:
             return Step.READY
-        if self._foreign:
+        if self._droppable() is not None:
             return Step.DROP_FOREIGN
         if can_evict and self.live_bytes + need > limit - slack:
             return Step.EVICT
@@ -156,12 +167,16 @@ class SegmentLog:
         Of several records of one name the newest counts. What is returned counts until it is released.
         """
         assert self._identity is not None, "an ephemeral log has no past"
-        numbers, foreign, found = read_segments(self._storage, self._seal, self._identity)
+        assert self._inventory is not None
+        listed = self._inventory.segments()
+        numbers, foreign, found = read_segments(self._storage, self._seal, self._identity, listed)
+        missing = missing_segments(self._storage, listed, {*numbers, *foreign}, found)
         for number, size in numbers.items():
             self._segments[number] = _Segment(number=number, size=size)
         self._foreign = dict(sorted(foreign.items()))
-        self.file_bytes = sum(numbers.values()) + sum(foreign.values())
-        self._next_number = max([*numbers, *foreign], default=-1) + 1
+        self.file_bytes = sum(numbers.values()) + sum(segment.size for segment in foreign.values())
+        # The number of a segment that is missing stays its own: its file may come back.
+        self._next_number = max([*numbers, *foreign, *listed, *self._storage.strange()], default=-1) + 1
         records: dict[Name, tuple[Extent, int]] = {}
         for name, place in found.records.items():
             segment = self._segments[place.segment]
@@ -174,9 +189,58 @@ class SegmentLog:
         newest = max(numbers, default=None)
         if newest is not None and newest not in found.damaged_segments:
             self._active = self._segments[newest]
+        self._take_in(set(listed) - set(missing))
         for segment in [s for s in self._segments.values() if not s.records and s is not self._active]:
             self._remove(segment)
-        return Recovered(records=records, damaged=found.damaged, cut_bytes=found.cut_bytes, unreadable=found.unreadable)
+        return Recovered(
+            records=records,
+            damaged=found.damaged,
+            cut_bytes=found.cut_bytes,
+            unreadable=found.unreadable,
+            missing=missing,
+            damaged_segments=frozenset(found.damaged_segments),
+        )
+
+    def _take_in(self, listed: set[int]) -> None:
+        """Lists what an earlier opening wrote and did not come to list, or what was put back, once it is on disk."""
+        self._listed = listed
+        self._unsynced = set(self._segments)  # a process that was killed may have left something to sync
+        self.sync()
+        by_model: dict[bytes, list[int]] = {}
+        for number, segment in self._foreign.items():
+            if segment.namespace is not None and number not in listed:
+                self._storage.sync(number)
+                by_model.setdefault(segment.namespace, []).append(number)
+        assert self._inventory is not None
+        for namespace, numbers in by_model.items():
+            self._inventory.add_segments(numbers, namespace)
+            self._listed.update(numbers)
+
+    def others(self) -> list[OtherModel]:
+        """What the segments of other models hold, a model at a time; nothing of them is changed. OSError."""
+        assert self._identity is not None
+        by_model: dict[bytes, set[int]] = {}
+        for number, segment in self._foreign.items():
+            if segment.namespace is not None:
+                by_model.setdefault(segment.namespace, set()).add(number)
+        return [
+            read_other(ReadOnly(self._storage, numbers), self._seal, replace(self._identity, namespace=namespace))
+            for namespace, numbers in by_model.items()
+        ]
+
+    def keep_foreign(self, numbers: Iterable[int]) -> int:
+        """Segments of other models that are not given up for room from now on; their bytes."""
+        self._kept = frozenset(numbers) & self._foreign.keys()
+        return sum(self._foreign[number].size for number in self._kept)
+
+    def release_foreign(self, numbers: Iterable[int]) -> None:
+        """They may be given up again."""
+        self._kept -= frozenset(numbers)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all files together may have."""
+        return self._budget
 
     def append(self, record: Name, payload: Buffer, key_id: int = 0) -> Extent:
         """Seal and write one record; nothing of it counts if this raises (OSError, or DiskFull on the budget)."""
@@ -196,9 +260,26 @@ class SegmentLog:
                     self._active = None
                 raise
             self._unsynced.discard(number)
+        if self._inventory is not None:
+            numbers = {n for n, segment in self._segments.items() if segment.size > SEGMENT_HEADER.size}
+            new = sorted(numbers - self._listed - self._suspect - self._condemned)
+            if new:
+                self._inventory.add_segments(new, self._namespace)
+                self._listed.update(new)
         for number in list(self._condemned):
             self._condemned.discard(number)
             self._delete(self._segments[number])
+
+    def add_names(self, names: Mapping[bytes, tuple[str, str]]) -> None:
+        """Lists durable snapshots, owner and id by the key of their note, which is safe already. OSError."""
+        if self._inventory is not None:
+            listed = {k: ListedName(namespace=self._namespace, owner=o, id=i) for k, (o, i) in names.items()}
+            self._inventory.add_names(listed)
+
+    def drop_names(self, keys: Sequence[bytes]) -> None:
+        """Lists names no more that are about to end. OSError."""
+        if self._inventory is not None:
+            self._inventory.drop_names(keys)
 
     def is_suspect(self, extent: Extent) -> bool:
         """Whether a sync failed over this record, so that it has to be written elsewhere to be safe."""
@@ -210,11 +291,28 @@ class SegmentLog:
 
     def drop_foreign(self) -> int:
         """Remove the oldest segment of another model; its size in bytes."""
-        number = next(iter(self._foreign))
-        size = self._foreign.pop(number)
+        number = self._droppable()
+        assert number is not None
+        size = self._foreign.pop(number).size
+        self._unlist(number)
         self._storage.remove(number)
         self.file_bytes -= size
         return size
+
+    def _droppable(self) -> int | None:
+        return next((number for number in self._foreign if number not in self._kept), None)
+
+    def _unlist(self, number: int) -> None:
+        """Tells the list of a file's end, before it. One that was damaged stays listed: it may be put back."""
+        if number not in self._listed or self._inventory is None:
+            return
+        self._listed.discard(number)
+        try:
+            self._inventory.drop_segments([number])
+        except (
+            OSError
+        ) as error:  # room may be made just because there is none to write; the next change brings it along
+            log.warning("the list of what the store holds could not be written: %s", error)
 
     def read(self, record: Name, extent: Extent, scratch: Scratch | None = None) -> Buffer:
         """The payload. CorruptRecord if `extent` does not hold what was written as `record`; UnreadableRecord.
@@ -348,6 +446,7 @@ class SegmentLog:
         del self._segments[segment.number]
         self._suspect.discard(segment.number)
         self.file_bytes -= segment.size
+        self._unlist(segment.number)
         self._storage.remove(segment.number)
         for key in segment.ghosts:
             self._ghosts[key] -= 1

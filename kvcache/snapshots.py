@@ -49,6 +49,13 @@ class NotDurableSnapshot(UnknownSnapshot):
         self.boot_id = boot_id
 
 
+class LostSnapshot(UnknownSnapshot):
+    """Should be in the durable store, and is not, or not whole; a file that is put back may bring it back."""
+
+    def __init__(self, snapshot_id: str) -> None:
+        super().__init__(snapshot_id, f"snapshot {snapshot_id} is lost: the store does not hold what it should")
+
+
 class GoneSnapshot(SnapshotError):
     """Existed once."""
 

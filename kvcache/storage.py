@@ -10,7 +10,7 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -51,6 +51,10 @@ class Storage(Protocol):
 
     def sizes(self) -> Mapping[int, int]:
         """Bytes of every segment."""
+        ...
+
+    def strange(self) -> Mapping[int, str]:
+        """What stands where a segment would and is none: "is a link"."""
         ...
 
     def free_bytes(self) -> int:
@@ -116,6 +120,9 @@ class FileStorage:
 
     def sizes(self) -> Mapping[int, int]:
         return {segment: os.fstat(file).st_size for segment, file in self._files.items()}
+
+    def strange(self) -> Mapping[int, str]:
+        return {}  # nameless
 
     def free_bytes(self) -> int:
         # An open segment answers even after its directory was removed.
@@ -210,8 +217,49 @@ class MemoryStorage:
     def sizes(self) -> Mapping[int, int]:
         return {segment: len(data) for segment, data in self.segments.items()}
 
+    def strange(self) -> Mapping[int, str]:
+        return {}
+
     def free_bytes(self) -> int:
         return self.size_bytes - sum(len(data) for data in self.segments.values())
 
     def close(self) -> None:
         self.segments.clear()
+
+
+class ReadOnly:
+    """Another storage, or some of its segments, of which nothing is changed: who would change it is let believe so."""
+
+    def __init__(self, inner: Storage, only: Container[int] | None = None) -> None:
+        self._inner = inner
+        self._only = only
+
+    def create(self, segment: int) -> None:
+        raise OSError(errno.EROFS, "not to be written to", str(segment))
+
+    def write(self, segment: int, offset: int, parts: Sequence[Buffer]) -> None:
+        raise OSError(errno.EROFS, "not to be written to", str(segment))
+
+    def read_into(self, segment: int, offset: int, buffer: memoryview) -> int:
+        return self._inner.read_into(segment, offset, buffer)
+
+    def truncate(self, segment: int, size: int) -> None:
+        """Does nothing."""
+
+    def sync(self, segment: int) -> None:
+        """Does nothing."""
+
+    def remove(self, segment: int) -> None:
+        """Does nothing."""
+
+    def sizes(self) -> Mapping[int, int]:
+        return {n: size for n, size in self._inner.sizes().items() if self._only is None or n in self._only}
+
+    def strange(self) -> Mapping[int, str]:
+        return self._inner.strange()
+
+    def free_bytes(self) -> int:
+        return self._inner.free_bytes()
+
+    def close(self) -> None:
+        """Does nothing: it is another's."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from kvcache.checkpoints import Checkpoints
@@ -27,14 +27,16 @@ from kvcache.errors import StoreClosed, StoreError
 from kvcache.eviction import Place
 from kvcache.format import RECORD_OVERHEAD
 from kvcache.index import RecordIndex
+from kvcache.inventory import LIST_KEY_BYTES, Inventory, MemoryList
 from kvcache.placement import Placement
 from kvcache.records import Buffer, FetchResult, Loss, Note, NoteId, PutResult, RecordId, Tier
+from kvcache.recovery import OtherModel
 from kvcache.seal import AesGcmSeal, ChecksumSeal, Seal
 from kvcache.segments import SegmentLog
 from kvcache.stats import StoreStats, Usage
 from kvcache.storage import FileStorage, Storage
 from kvcache.store_config import StoreConfig
-from kvcache.store_dir import Identity
+from kvcache.store_dir import Identity, segment_name
 from kvcache.write_budget import WriteBudget
 from kvcache.writer import CircuitBreaker, IoThread
 
@@ -61,13 +63,20 @@ class TieredStore:
         clock: Callable[[], float] = time.monotonic,
         seal: Seal | None = None,
         identity: Identity | None = None,
+        inventory: Inventory | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """With an `identity` the store is durable and takes over what `storage` holds: OSError or StoreUnusable.
 
+        `inventory` is the list of what it should hold; without one nothing is expected, and none is kept.
         `clock` is monotonic and times pauses; `wall_clock` tells the day for the write budget.
         """
         self.durable = identity is not None
+        self._identity = identity
+        self._inventory = inventory
+        if identity is not None and inventory is None:
+            self._inventory = Inventory(MemoryList(), bytes(LIST_KEY_BYTES), identity.opening)
+        self.missing: Mapping[int, str] = {}  # listed segments that are not there as they were, and what is wrong
         self._clock = clock
         self._wall_clock = wall_clock
         self._budget = WriteBudget(config.daily_write_bytes)
@@ -78,6 +87,7 @@ class TieredStore:
             segment_bytes=config.segment_bytes,
             min_free_bytes=config.min_free_bytes,
             identity=identity,
+            inventory=self._inventory,
             wrote=self._count_written,
         )
         self._io = IoThread("kvcache-io", clock)
@@ -325,6 +335,31 @@ class TieredStore:
         self._note_keys.clear()
         return found
 
+    @property
+    def listing(self) -> tuple[Inventory, bytes]:
+        """A durable store's list of what it should hold, and the namespace that its own records have there."""
+        assert self._inventory is not None and self._identity is not None
+        return self._inventory, self._identity.namespace
+
+    def others(self) -> list[OtherModel]:
+        """What the segments of other models hold. Before `start` only; OSError."""
+        assert not self._io.started
+        return self._segments.others()
+
+    def keep_others(self, segments: Iterable[int]) -> int:
+        """Segments of other models that are not given up for room; their bytes. Before `start` only."""
+        assert not self._io.started
+        return self._segments.keep_foreign(segments)
+
+    def release_others(self, segments: Collection[int]) -> None:
+        """Segments of other models that may be given up again, after everything ordered before."""
+        self._io.submit(partial(self._segments.release_foreign, segments))
+
+    @property
+    def disk_budget(self) -> int:
+        """What all files together may take, in bytes."""
+        return self._segments.budget
+
     def held(self) -> list[RecordId]:
         """Every record held, in any tier."""
         with self._lock:
@@ -420,6 +455,11 @@ class TieredStore:
             else:
                 self._index.adopt(name, extent.length - RECORD_OVERHEAD, extent, key_id)
         self._ledger.tally.corrupt += found.damaged
+        self.missing = found.missing
+        for number, what in found.missing.items():
+            log.warning("%s %s: what it held is lost until it is put back", segment_name(number), what)
+        for number in sorted(found.damaged_segments):
+            log.warning("%s is damaged in places: what lay there is lost until it is put back", segment_name(number))
         if found.damaged or found.cut_bytes or found.unreadable:
             log.warning(
                 "the store was damaged or cut off: %d damaged places skipped, %d bytes of torn writes cut off, "

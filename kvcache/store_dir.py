@@ -2,6 +2,7 @@
 
     DIR/lock             held for as long as the store is open
     DIR/store.json       format version, identity, number of openings
+    DIR/inventory        `kvcache.inventory`
     DIR/keys/…           `kvcache.keys`
     DIR/segments/…       segment-00000000.kv and on
 
@@ -20,14 +21,16 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvcache.errors import StoreUnusable
+from kvcache.format import SEGMENT_HEADER
 from kvcache.records import Buffer
 from kvcache.storage import DIRECTORY_MODE, FILE_MODE, read_fully, write_fully
 
-STORE_VERSION = 1
+STORE_VERSION = 2
+BEFORE_INVENTORY = 1  # the version whose stores have no list of what they hold
 STORE_FILE = "store.json"
 LOCK_FILE = "lock"
 NEW = ".new"
@@ -44,6 +47,15 @@ class Identity:
     store_id: bytes  # 16 bytes, the same for the store's whole life
     namespace: bytes  # 32 bytes: digest of the model fingerprint
     opening: int  # the number of this opening: everything sealed before has a smaller one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFile:
+    """What store.json says. `listed`: the last opening that wrote the inventory; 0: none did, there is none yet."""
+
+    instance: str
+    openings: int
+    listed: int = 0
 
 
 class StoreDirectory:
@@ -74,12 +86,37 @@ class StoreDirectory:
             raise StoreUnusable(f"{path} {what} ({STORE_FILE} is missing)")
         os.chmod(path, DIRECTORY_MODE)
         self._take_lock()
-        self.instance, before = self._read()
-        self.openings = before + 1
+        before = self._read()
+        self._about = replace(before, openings=before.openings + 1)
         if self.openings >= 1 << 32:
             raise StoreUnusable(f"{path} has been opened too often: no nonces are left")
-        text = json.dumps({"format": STORE_VERSION, "instance": self.instance, "openings": self.openings})
-        replace_file(path / STORE_FILE, text.encode() + b"\n")
+        replace_file(path / STORE_FILE, encode_store_file(self._about))
+
+    def inventory_began(self) -> None:
+        """The inventory is this opening's from now on: an older one is no longer taken for it."""
+        self._about = replace(self._about, listed=self.openings)
+        replace_file(self.path / STORE_FILE, encode_store_file(self._about))
+
+    @property
+    def instance(self) -> str:
+        return self._about.instance
+
+    @property
+    def openings(self) -> int:
+        return self._about.openings
+
+    @property
+    def listed(self) -> int:
+        """The last opening that wrote the inventory; 0: there is none yet."""
+        return self._about.listed
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether any file is there that may hold records."""
+        return any(
+            _SEGMENT_NAME.fullmatch(file.name) and file.lstat().st_size > SEGMENT_HEADER.size
+            for file in self.path.glob("segments/*")
+        )
 
     @property
     def store_id(self) -> bytes:
@@ -120,31 +157,44 @@ class StoreDirectory:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
-    def _read(self) -> tuple[str, int]:
+    def _read(self) -> StoreFile:
         try:
             text = (self.path / STORE_FILE).read_bytes()
         except FileNotFoundError:
-            return secrets.token_hex(16), 0
+            return StoreFile(instance=secrets.token_hex(16), openings=0)
         return decode_store_file(text, self.path)
 
 
-def decode_store_file(text: bytes, where: Path) -> tuple[str, int]:
-    """Instance and openings from store.json; StoreUnusable if this program cannot work with it."""
+def encode_store_file(about: StoreFile) -> bytes:
+    """store.json; of the version before, for as long as there is no inventory."""
+    version = {"format": STORE_VERSION if about.listed else BEFORE_INVENTORY}
+    listed = {"listed": about.listed} if about.listed else {}
+    return json.dumps({**version, "instance": about.instance, "openings": about.openings, **listed}).encode() + b"\n"
+
+
+def decode_store_file(text: bytes, where: Path) -> StoreFile:
+    """What store.json says; StoreUnusable if this program cannot work with it."""
     try:
         about = json.loads(text)
         version = about["format"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise StoreUnusable(f"{where / STORE_FILE} is damaged: it is not what a store writes") from None
-    if version != STORE_VERSION:
+    if version not in (BEFORE_INVENTORY, STORE_VERSION):
         raise StoreUnusable(
             f"{where} has store format {version}, this program knows {STORE_VERSION}; nothing was changed"
         )
     instance, openings = about.get("instance"), about.get("openings")
     if not isinstance(instance, str) or not re.fullmatch(r"[0-9a-f]{32}", instance):
         raise StoreUnusable(f"{where / STORE_FILE} is damaged: it is not what a store writes")
-    if not isinstance(openings, int) or openings < 0:
+    listed = about.get("listed") if version == STORE_VERSION else 0
+    if not isinstance(openings, int) or not isinstance(listed, int) or not openings >= listed >= version - 1:
         raise StoreUnusable(f"{where / STORE_FILE} is damaged: it is not what a store writes")
-    return instance, openings
+    return StoreFile(instance=instance, openings=openings, listed=listed)
+
+
+def segment_name(number: int) -> str:
+    """The name of a segment's file."""
+    return f"segment-{number:08d}.kv"
 
 
 def boot_id(instance: str, opening: int) -> str:
@@ -181,6 +231,7 @@ class DirectoryStorage:
         self._directory = directory
         self._directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         sync_directory(directory.parent)
+        sync_directory(directory)  # whoever was killed may have left names that are not on disk
         self._files: dict[int, int] = {}  # opened when first used: files of other models stay shut
         self._opening = threading.Lock()  # two threads may read
         self._unnamed: set[int] = set()  # created, and the directory not yet synced
@@ -226,6 +277,14 @@ class DirectoryStorage:
                 sizes[int(match[1])] = entry.stat(follow_symlinks=False).st_size
         return sizes
 
+    def strange(self) -> Mapping[int, str]:
+        found: dict[int, str] = {}
+        for entry in os.scandir(self._directory):
+            match = _SEGMENT_NAME.fullmatch(entry.name)
+            if match and not entry.is_file(follow_symlinks=False):
+                found[int(match[1])] = "is a link" if entry.is_symlink() else "is no file"
+        return found
+
     def free_bytes(self) -> int:
         stat = os.statvfs(next(iter(self._files.values()), self._directory))
         return stat.f_bavail * stat.f_frsize
@@ -248,4 +307,4 @@ class DirectoryStorage:
             return file
 
     def _path(self, segment: int) -> Path:
-        return self._directory / f"segment-{segment:08d}.kv"
+        return self._directory / segment_name(segment)

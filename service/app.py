@@ -6,11 +6,13 @@ import asyncio
 import ipaddress
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcache.cache import CacheLimits, PrefixCache
+from kvcache.carrying import look_at_others
 from kvcache.export import ExchangeKey
 from kvcache.keys import read_key_file
 from kvcache.store import StoreConfig, TieredStore
@@ -19,6 +21,7 @@ from service.config_values import split_page_address
 from service.core import Core
 from service.engine import Engine
 from service.events import ModelState, ModelView
+from service.extras import install
 from service.images.uploads import Uploads
 from service.metrics.http import MetricsServer
 from service.open_store import KeySource, OpenStore, open_store
@@ -27,6 +30,7 @@ from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
 from service.text.formats import call_form, detect
+from service.text.forms import FormLimits
 from service.text.tokens import TextCodec
 from service.tracing import NoTracer, otlp_tracer
 
@@ -74,9 +78,12 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             ),
             share_decoded=config.share_decoded,
             share_prefixes=config.share_prefixes,
-            durable=durable.about if durable is not None else None,
+            durable=durable.about(facts.parts) if durable is not None else None,
             media=uploads,
         )
+        if durable is not None:
+            owners = durable.ring.owners()
+            look_at_others(cache, owners, facts.parts, now=time.time(), carry=config.carry_over)
         store.start()
         codec = TextCodec.load(folder)
         channels = detect(codec)
@@ -113,7 +120,15 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             codec=codec,
             view=view,
             channels=channels,
-            grammars=Grammars(codec, channels),
+            grammars=Grammars(
+                codec,
+                channels,
+                FormLimits(
+                    form_seconds=config.form_seconds,
+                    form_bytes=config.form_bytes,
+                    mask_seconds=config.mask_seconds,
+                ),
+            ),
             again=again,
             preparer=facts.preparer,
             uploads=uploads,
@@ -131,7 +146,7 @@ class CannotStart(Exception):
 
 
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
-    """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
+    """Serves until a signal ends it. `ready` is told each address; the model is loaded behind. Returns the exit code.
 
     Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
     an exchange key or a durable store and it cannot be read or opened; CannotStart if metrics or the inspector have no
@@ -152,7 +167,7 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
             metrics = await _metrics(core, config, model_name)
             inspector = await _inspector(config, access)
             inner = inspector.door if inspector is not None else None
-            code = await serve(core, config, ready=ready, access=access, inner=inner)
+            code = await serve(core, config, ready=ready, begin=core.load, access=access, inner=inner)
         finally:
             if inspector is not None:
                 await inspector.close()
@@ -204,9 +219,7 @@ async def _inspector(config: Config, access: Access) -> Inspector | None:
     try:
         from service.inspector.inspector import Inspector
     except ImportError as error:
-        raise CannotStart(
-            f"the inspector needs the inspector extra: pip install 'kvfork[inspector]' ({error.name})"
-        ) from None
+        raise CannotStart(f"the inspector needs the inspector extra: {install('inspector')} ({error.name})") from None
     host, port = split_page_address("inspector", config.inspector)
     inspector = Inspector(
         context=access.tls.context if access.tls is not None else None,

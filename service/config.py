@@ -24,6 +24,7 @@ _AT_LEAST_ONE = (
     "max_request_bytes",
     "max_image_bytes",
     "max_image_pixels",
+    "form_bytes",
     "max_fork_branches",
     "max_snapshots",
     "max_watches",
@@ -64,6 +65,9 @@ class Config:
     max_image_bytes: int = 32 * MIB
     max_image_pixels: int = 4096 * 4096
     image_bytes: int = 512 * MIB
+    form_seconds: float = 5.0
+    form_bytes: int = 512 * MIB
+    mask_seconds: float = 2.0
     max_fork_branches: int = 64
     max_snapshots: int = 10_000
     max_pinned: int = 1_000
@@ -79,6 +83,7 @@ class Config:
     store_dir: Path | None = None  # None: nothing outlives the process
     key_file: Path | None = None
     key_command: str = ""
+    carry_over: bool = False  # durable snapshots of another fingerprint of the same model
     exchange_key: Path | None = None  # None: no snapshot comes from, or goes to, another instance
     checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS.policy
     state_spacing: int = DEFAULT_CHECKPOINTS.state_spacing
@@ -136,6 +141,8 @@ class Config:
         if self.store_dir is None and (self.key_file is not None or self.key_command):
             name = "key_file" if self.key_file is not None else "key_command"
             raise ConfigError(f"{name}: is of no use without store_dir")
+        if self.store_dir is None and self.carry_over:
+            raise ConfigError("carry_over: is of no use without store_dir")
         if self.checkpoints is CheckpointPolicy.OFF and self.store_dir is not None:
             raise ConfigError("checkpoints: off writes nothing, so store_dir would keep nothing; give one or the other")
         try:
@@ -147,7 +154,14 @@ class Config:
         for name in ("daily_write_bytes", "max_pinned_bytes"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative")
-        for name in ("write_stall_seconds", "watchdog_seconds", "token_refresh", "request_seconds"):
+        for name in (
+            "write_stall_seconds",
+            "watchdog_seconds",
+            "token_refresh",
+            "request_seconds",
+            "form_seconds",
+            "mask_seconds",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
 

@@ -57,7 +57,7 @@ SWEEP_EVERY = 5.0  # seconds between looks for expired snapshots; expiry itself 
 
 
 class Core:
-    """One per process. `start` and `close` bracket its life."""
+    """One per process. `start` and `close` bracket its life; `load` comes between, when the addresses are its own."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Core:
         self.end_watches = self._watches.close
 
     async def start(self) -> None:
-        """Starts the engine thread, which begins by loading the model."""
+        """Everything but the model."""
         loop = asyncio.get_running_loop()
         outlet = Outlet(loop)
 
@@ -131,9 +131,12 @@ class Core:
             snapshot_wait=self._rt.config.snapshot_wait,
         )
         self._rt.start(engine_loop, outlet)
-        self._rt.loop.start()
         self._rt.spawn(self._sweep())
         self._rt.spawn(self._watches.look())
+
+    def load(self) -> None:
+        """Starts the engine thread, which begins by loading the model."""
+        self._rt.loop.start()
 
     def _new_scheduler(self) -> Scheduler:
         config = self._rt.config
@@ -178,6 +181,7 @@ class Core:
             log.error("the model thread does not come back; the process ends without it")
         await asyncio.sleep(0)  # the last events are on their way to the channels
         if self._rt.loaded is not None:
+            self._rt.loaded.grammars.close()
             await asyncio.to_thread(self._rt.loaded.cache.close)
 
     def server(self) -> ServerView:

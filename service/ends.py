@@ -37,10 +37,13 @@ class Ends:
         """
         generation = seq.work.generation
         assert generation is not None
+        save = save or seq.mark_at == len(seq.tokens)
+        if save and seq.waits_for_pick:
+            seq.overdue = reason  # a state is saved by feeding the token before it, and this row's was fed already
+            return
         if flush:
             reason = self._last_words(seq, generation, reason)
         seq.finish_reason = reason
-        save = save or seq.mark_at == len(seq.tokens)
         self._scheduler.finish(seq.row, save=save)
         if not save:
             self._rows.complete(seq, reason)

@@ -129,13 +129,13 @@ class ActiveMemory(CallError):
 
 
 class DeadlineUnmet(CallError):
-    """The call's deadline passed in the queue, or its prompt cannot be computed before it."""
+    """The call's deadline passed in the queue, or no part of its prompt could be computed and kept before it."""
 
     reason = "DEADLINE_UNMET"
 
 
 class SnapshotNotFound(CallError):
-    """Unknown or foreign (SNAPSHOT_NOT_FOUND), or gone: SNAPSHOT_EXPIRED, _DELETED, _ROLLED_BACK."""
+    """Unknown or foreign (SNAPSHOT_NOT_FOUND), or gone: _EXPIRED, _DELETED, _ROLLED_BACK, _NOT_DURABLE, _LOST."""
 
     reason = "SNAPSHOT_NOT_FOUND"
 

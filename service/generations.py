@@ -20,6 +20,7 @@ from service.resolve import Prompt, check_room, generation_places, resolve_sampl
 from service.runtime import Loaded, Running, Runtime, Saving
 from service.text.channels import Splitter
 from service.text.constraint import RowConstraint
+from service.text.forms import FormRow
 from service.text.stream import TextStream
 from service.work import Admitted, Ended, Failed, Generation, NodeAt, Prefilled, Tokens, Work
 
@@ -52,7 +53,8 @@ class Generations:
             room = loaded.view.context_tokens - len(prompt.tokens)
             asked = call.stopping.max_tokens
             most = asked if asked is not None else self._rt.config.default_max_tokens
-            text, constraint = await self._rt.on_text_thread(lambda: _texts(loaded, call, prompt, most, room))
+            form = await loaded.grammars.open(owner, call.constraint) if call.constraint is not None else None
+            text, constraint = await self._rt.on_text_thread(lambda: _texts(loaded, call, prompt, most, room, form))
             work = Work(
                 owner=owner,
                 tokens=prompt.tokens,
@@ -234,13 +236,13 @@ class Generations:
 
 
 def _texts(
-    loaded: Loaded, call: GenerateCall, prompt: Prompt, most: int, room: int
+    loaded: Loaded, call: GenerateCall, prompt: Prompt, most: int, room: int, row: FormRow | None
 ) -> tuple[TextStream, RowConstraint | None]:
-    """What makes text of a row's tokens, and what keeps it in form; InvalidField for a bad one. For a text thread."""
-    form = call.constraint
+    """What makes text of a row's tokens, and what keeps it in form. For a text thread."""
+    constraint = call.constraint
     splitter: Callable[[], Splitter | None] | None = None
-    if form is None or form.after_reasoning:
-        lead = form is not None  # constrained text is the answer, marks and all
+    if constraint is None or constraint.after_reasoning:
+        lead = constraint is not None  # constrained text is the answer, marks and all
         splitter = partial(loaded.channels.splitter, loaded.codec, prompt.tokens, lead=lead)
     text = TextStream(
         loaded.codec,
@@ -250,6 +252,6 @@ def _texts(
         context_tail=prompt.tokens[-8:],
         splitter=splitter,
     )
-    if form is None:
+    if constraint is None or row is None:
         return text, None
-    return text, loaded.grammars.compile(form, call.stopping, prompt.tokens)
+    return text, loaded.grammars.follow(row, constraint, call.stopping, prompt.tokens)

@@ -15,6 +15,7 @@ from kvcache.cache import Keep, PrefixCache
 from kvcache.snapshots import (
     GoneReason,
     GoneSnapshot,
+    LostSnapshot,
     NotDurableSnapshot,
     PinnedBytesLimit,
     Snapshot,
@@ -50,6 +51,15 @@ def translated() -> Iterator[None]:
             hint="create it again from its tokens; DURABILITY_DISK keeps one across restarts",
             reason="SNAPSHOT_NOT_DURABLE",
             metadata={"bootId": error.boot_id},
+            resource=(RESOURCE, name),
+        ) from None
+    except LostSnapshot as error:
+        name = full_name(error.snapshot_id)
+        raise SnapshotNotFound(
+            f"snapshot {name} was durable, and the store does not hold what it should: files are missing or damaged",
+            hint="create it again from its tokens, or have the store's files put back; `kvfork store check` names them",
+            reason="SNAPSHOT_LOST",
+            metadata={"snapshot": name},
             resource=(RESOURCE, name),
         ) from None
     except UnknownSnapshot as error:

@@ -6,14 +6,18 @@ import logging
 import os
 import shlex
 import subprocess
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvcache.cache import Durable
 from kvcache.errors import StoreUnusable
-from kvcache.keys import KeyRing, OwnerSeal, own_master_key, parse_master_key, read_key_file
+from kvcache.inventory import DirectoryList, Inventory
+from kvcache.keys import OWNERS_FILE, KeyRing, OwnerSeal, own_master_key, parse_master_key, read_key_file
 from kvcache.store import StoreConfig, TieredStore
 from kvcache.store_dir import StoreDirectory
+from kvcache.survey import Holdings, survey
 
 log = logging.getLogger("kvfork.store")
 
@@ -35,6 +39,7 @@ class OpenStore:
 
     directory: StoreDirectory
     ring: KeyRing
+    inventory: Inventory
 
     @property
     def instance(self) -> str:
@@ -48,21 +53,43 @@ class OpenStore:
         """The records of one model. Raises OSError or StoreUnusable."""
         directory = self.directory
         seal = OwnerSeal(self.ring, directory.openings)
-        return TieredStore(config, directory.storage(), seal=seal, identity=directory.identity(fingerprint))
+        return TieredStore(
+            config,
+            directory.storage(),
+            seal=seal,
+            identity=directory.identity(fingerprint),
+            inventory=self.inventory,
+        )
 
-    @property
-    def about(self) -> Durable:
-        return Durable(ring=self.ring, instance=self.instance, opening=self.directory.openings)
+    def about(self, parts: Mapping[str, str]) -> Durable:
+        """`parts`: what the model's fingerprint is made of."""
+        return Durable(ring=self.ring, instance=self.instance, opening=self.directory.openings, parts=parts)
+
+    def survey(self) -> Holdings:
+        """What the store holds, and what it should; nothing of it is changed. OSError."""
+        seal = OwnerSeal(self.ring, self.directory.openings)
+        identity = self.directory.identity("")
+        return survey(self.directory.storage(), seal, identity, self.inventory, self.ring.owners(), now=time.time())
 
     def close(self) -> None:
         self.directory.close()
 
 
-def open_store(path: Path, source: KeySource, *, create: bool = True) -> OpenStore:
-    """Raises StoreUnusable with what is wrong and what to do."""
+def open_store(path: Path, source: KeySource, *, create: bool = True, forget: bool = False) -> OpenStore:
+    """Raises StoreUnusable with what is wrong and what to do.
+
+    `forget`: keys that are missing, and a list that is, are given up rather than refused.
+    """
     directory = StoreDirectory(path, create=create)
     try:
         keys = path / KEYS
+        file = DirectoryList(path)
+        listed = directory.listed > 0 or file.read() is not None
+        if not (keys / OWNERS_FILE).exists() and (listed or directory.has_segments):
+            raise StoreUnusable(
+                f"{KEYS}/{OWNERS_FILE} is missing from {path}, and without it nothing in this store can be read. "
+                "Nothing was changed: put it back from a backup, or begin another store in an empty folder"
+            )
         master, own = master_key(keys, directory.store_id, source)
         if own:
             log.warning(
@@ -72,13 +99,33 @@ def open_store(path: Path, source: KeySource, *, create: bool = True) -> OpenSto
                 path,
                 KEYS,
             )
-        return OpenStore(directory=directory, ring=KeyRing(keys, directory.store_id, master))
+        ring = KeyRing(keys, directory.store_id, master, listed=listed and not forget)
+        inventory = _inventory(directory, file, ring, listed=listed, forget=forget)
+        return OpenStore(directory=directory, ring=ring, inventory=inventory)
     except OSError as error:
         directory.close()
-        raise StoreUnusable(f"the keys of {path} cannot be used: {error.strerror or error}") from error
+        raise StoreUnusable(f"the keys and the list of {path} cannot be used: {error.strerror or error}") from error
     except BaseException:  # whatever it was, the lock must not outlive it; it is raised on
         directory.close()
         raise
+
+
+def _inventory(
+    directory: StoreDirectory, file: DirectoryList, ring: KeyRing, *, listed: bool, forget: bool
+) -> Inventory:
+    opening, began = directory.openings, directory.inventory_began
+    inventory = Inventory(file, ring.list_key, opening, began=began)
+    if listed:
+        try:
+            inventory = Inventory.read(file, ring.list_key, opening, floor=directory.listed, began=began)
+        except StoreUnusable:
+            if not forget:
+                raise
+    if forget:
+        ring.follow(inventory)
+    else:
+        ring.check(inventory)
+    return inventory
 
 
 def master_key(keys: Path, store_id: bytes, source: KeySource) -> tuple[bytes, bool]:

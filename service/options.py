@@ -189,6 +189,20 @@ OPTIONS = (
         "image files held in memory: those that running calls and snapshots need, and recent ones, so that they can be "
         "named by their digest; beyond it a call with another image fails with IMAGE_MEMORY",
     ),
+    Option(
+        "form_seconds",
+        parse_seconds,
+        "TIME",
+        "processor time that compiling a form (schema, expression, grammar) may take, in a process of its own",
+    ),
+    Option("form_bytes", parse_size, "SIZE", "memory that a compiled form, or a row that follows it, may take"),
+    Option(
+        "mask_seconds",
+        parse_seconds,
+        "TIME",
+        "processor time that telling which tokens fit a form may take ahead of 20 ms for each token of the row; beyond "
+        "it the row ends with CONSTRAINT_FAILED, and until then it waits by itself",
+    ),
     Option("max_fork_branches", parse_count, "N", "most children of one Fork"),
     Option("max_snapshots", parse_count, "N", "most snapshots of one caller"),
     Option("max_pinned", parse_count, "N", "most of them pinned, which neither time nor memory pressure removes"),
@@ -253,6 +267,14 @@ OPTIONS = (
         str,
         "COMMAND",
         "prints the durable store's master key, as a key file holds it; run without a shell",
+    ),
+    Option(
+        "carry_over",
+        parse_switch,
+        "0|1",
+        "carry the durable store's snapshots of another fingerprint over to this one, where it is the same model with "
+        "the same tokenizer and template (another MLX setting, processor or package): their names and tokens stay, "
+        "their state is computed again when it is used, and that of the old fingerprint makes room",
     ),
     Option(
         "exchange_key",
@@ -442,8 +464,8 @@ def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
 
 
 def default_memory_bytes() -> int:
-    """A quarter of the machine's memory: the rest is the model's, its working caches' and other people's."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    """A quarter of the machine's memory, whole MiB: the rest is the model's, its working caches' and other people's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // MIB * MIB
 
 
 def default_disk_bytes(where: object) -> int:
@@ -455,7 +477,7 @@ def default_disk_bytes(where: object) -> int:
     own = sum(file.stat().st_size for file in folder.glob("segments/*.kv"))
     while not folder.exists():
         folder = folder.parent
-    return min(64 * GIB, (shutil.disk_usage(folder).free + own) // 4)
+    return min(64 * GIB, (shutil.disk_usage(folder).free + own) // 4 // MIB * MIB)
 
 
 def default_scratch_dir() -> Path:
@@ -485,8 +507,8 @@ def shown(name: str, value: object) -> str:
         return value.value
     if isinstance(value, float):
         return f"{value:g}s"
-    if name in _SIZES and isinstance(value, int) and value >= MIB and value % MIB == 0:
-        return f"{value // MIB}MiB"
+    if name in _SIZES and isinstance(value, int):
+        return f"{value / MIB:.20f}".rstrip("0").rstrip(".") + "MiB"  # twenty places tell every byte
     if isinstance(value, tuple):
         return ",".join(str(part) for part in value) or "none"
     return "none" if value is None or value == "" else str(value)

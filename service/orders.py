@@ -82,7 +82,7 @@ class _Making:
 
     def decode(self, seq: Sequence) -> None:
         """Captures a row that this step takes across a block boundary or to a mark, where its state may be wanted."""
-        if seq.keeps_decoded:
+        if seq.keeps_decoded and not seq.waits_for_pick:
             end = seq.position + 1
             seq.recorder.called(end, decoded=True)
             capture = self._capture(seq, end)

@@ -41,14 +41,21 @@ class Capture:
 
 
 class TokenMask(Protocol):
-    """Which tokens a row may pick. Used by the engine thread alone once the row is open."""
+    """Which tokens a row may pick. Used by the engine thread alone once the row is open.
 
-    def allowed(self) -> bytes:
-        """One bit a token, lowest first, for the next pick. Asking twice changes nothing. An exception ends the row."""
+    Answers may take their time: None says that one has not come within `wait` seconds. An exception ends the row.
+    """
+
+    def allowed(self, wait: float) -> bytes | None:
+        """One bit a token, lowest first, for the next pick. Asking twice changes nothing."""
         ...
 
-    def took(self, token: int) -> bool:
-        """Notes a pick; True if nothing can follow it."""
+    def took(self, token: int) -> None:
+        """Notes a pick. Never waits."""
+        ...
+
+    def ended(self, wait: float) -> bool | None:
+        """Whether nothing can follow the last pick. Asking twice changes nothing."""
         ...
 
 
@@ -195,6 +202,9 @@ class StepResult:
     A row in `lost` has no other entry either, but stays open: a decode call that it was part of failed and took its
     state along. It has picked nothing, and must be opened anew, up to the token it picked last, before it goes on.
 
+    A row in `unfed` was to decode and was not fed: its constraint had not answered, so it had yet to pick from its last
+    logits, or to say its pick. It may be in `picked` now, with the token that it is fed next.
+
     An image in `unencoded` could not be encoded, and the open rows that still needed it are in `failed`.
     """
 
@@ -206,6 +216,7 @@ class StepResult:
     unencoded: dict[MediaKey, Exception] = field(default_factory=dict)
     failed: dict[RowId, Exception] = field(default_factory=dict)
     lost: dict[RowId, Exception] = field(default_factory=dict)
+    unfed: set[RowId] = field(default_factory=set)
     prefill_tokens: int = 0  # counted at the model call
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

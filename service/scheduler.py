@@ -277,6 +277,11 @@ class Scheduler:
         """A decoding row's state is gone: it is restored anew."""
         self._go(row, State.RESTORING)
 
+    def unfed(self, row: RowId) -> None:
+        """A row of the last plan's `decode` has waited, and is as long as before."""
+        if row in self._entries:
+            self._entries[row].length -= 1
+
     def pause(self, row: RowId) -> None:
         """No further prefill call for this row until `resume`; of no effect on a row past its prefill."""
         if self.state(row) is State.PREFILL:

@@ -10,13 +10,14 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.checkpoints import Take, take_at
 from kvcache.media import image_positions
 from kvcache.receipt import MissReason, Usage, lost_to_grid
 from kvcache.records import FetchResult, Tier
 from kvcache.restore import disk_tokens
-from kvcache.schedule import Call, plan_calls, whole_spans
+from kvcache.schedule import Call, is_decoded, plan_calls, whole_spans
 from service.events import FinishReason, Timing
 from service.plan import Picked, Restored, RowId
 from service.recorder import Recorder
@@ -70,6 +71,7 @@ class Sequence:
         self.restore_tries = 0
         self.rebuilding = False  # its state was lost in decode, and is computed again
         self.finish_reason: FinishReason | None = None
+        self.overdue: FinishReason | None = None  # why it ends, to be saved, with the pick that it waits for
         self.mark_at: int | None = None  # the reasoning's end, once it is known and asked for
         self.mark_told = False
         self.stop: str | None = None
@@ -84,6 +86,11 @@ class Sequence:
         """Whether state past the prompt may be asked for again."""
         generation = self.work.generation
         return generation is not None and (generation.save or generation.save_on_cancel)
+
+    @property
+    def waits_for_pick(self) -> bool:
+        """Whether all its tokens are fed: its constraint has yet to let it pick another."""
+        return self.position == len(self.tokens)
 
     @property
     def samples_next(self) -> bool:
@@ -128,6 +135,27 @@ class Sequence:
         return take_at(
             self._policy, self._layout, end, places=places, open_end=self.keeps_state or self._marks_reasoning
         )
+
+    def first_kept(self, lookup: Lookup) -> int | None:
+        """The first place behind the lookup's that the same call could begin at again, should this one not end.
+
+        A parent's decoded tokens, computed again, are other state than its own: none of that is found by the parent's
+        name before all of it stands.
+        """
+        base, stops = self.work.base, set(self.work.keep)
+        alike, parent_end = 0, 0  # between them, what is computed is not the parent's
+        if base is not None and lookup.position < base.end:
+            stops.add(base.end)
+            parent_end = base.end
+            alike = next((node.start for node in base.path() if is_decoded(node.schedule)), parent_end)
+        for call in plan_calls(lookup.position, self.prompt_tokens, stops, lookup.replay, self._whole):
+            if call.end == parent_end:
+                return call.end
+            if not alike < call.end < parent_end and (call.stop or call.end % BLOCK_TOKENS == 0):
+                take = self.take_at(call.end)
+                if {*take.firm, *take.passing} >= set(self._layout.kinds):
+                    return call.end
+        return None
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""

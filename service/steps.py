@@ -201,7 +201,9 @@ class Steps:
         if plan.decode is not None:
             for row in plan.decode.rows:
                 seq = rows.get(row)
-                if seq is not None and row not in result.lost:
+                if row in result.unfed:
+                    self._scheduler.unfed(row)
+                elif seq is not None and row not in result.lost:
                     seq.position += 1
                     if row in plan.decode.captures:
                         rows.guard(row, self._keep, seq, ordered.takes[row], result)
@@ -244,6 +246,8 @@ class Steps:
         if piece.finish is not None:
             seq.stop, seq.stop_token_id = piece.stop, piece.stop_token_id
             self._ends.finish(seq, piece.finish, save=generation.save, flush=False)
+        elif seq.overdue is not None:
+            self._ends.finish(seq, seq.overdue, save=True)
 
 
 def phase_of(state: State) -> str:

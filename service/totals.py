@@ -27,6 +27,7 @@ class Totals:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_rows: Histogram = field(default_factory=lambda: Histogram(ROW_BUCKETS))  # of each decode step
+    late_rows: int = 0  # times that a row sat out a decode step, waiting for its constraint
     restore_seconds: Histogram = field(default_factory=lambda: Histogram(RESTORE_BUCKETS))
     store_waits: int = 0  # times that state had to wait for a store with a full queue
     prefill_speed: Pace = field(default_factory=Pace)  # tokens
@@ -36,7 +37,9 @@ class Totals:
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """One step was made."""
         if plan.decode is not None:
-            self.decode_rows.add(len(plan.decode.rows))
+            self.late_rows += len(result.unfed)
+            if len(plan.decode.rows) > len(result.unfed):
+                self.decode_rows.add(len(plan.decode.rows) - len(result.unfed))
         self.decode_seconds += result.decode_seconds
         self.prefilled(result.prefill_tokens, result.prefill_seconds)
 

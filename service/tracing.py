@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from service.extras import install
 from service.facts import Fact
 from service.work import Admitted, Ended, Failed, Tokens, Work, WorkEvent
 
@@ -72,7 +73,7 @@ def otlp_tracer() -> OtelTracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        raise TracesUnavailable(f"{error.name} is not installed: pip install 'kvfork[otel]'") from None
+        raise TracesUnavailable(f"{error.name} is not installed: {install('otel')}") from None
     # OTEL_SERVICE_NAME wins over ours.
     provider = TracerProvider(resource=Resource.create({"service.name": "kvfork"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -121,7 +121,7 @@ IMPORTERS: dict[str, tuple[str, ...]] = {
     "mlx": ("service.engine", "service.models", "kvcache.mlx_arrays"),
     "mlx_lm": ("service.engine", "service.models"),
     "grpc": ("service.rpc", "service.inspector", "kvfork_client"),
-    "llguidance": ("service.text.constraint",),
+    "llguidance": ("service.text.form_worker",),
     "langgraph": ("kvfork_langgraph",),
     "agents": ("kvfork_agents",),
     "kvfork": ("service.rpc", "service.inspector", "kvfork_client"),

@@ -1,8 +1,13 @@
-"""The README's grpcurl lines are lines of the guide, which `tests/clients/test_grpcurl.py` runs as they stand."""
+"""What the pages say can be typed: grpcurl lines that a test runs as they stand, links, how extras are installed."""
 
 from __future__ import annotations
 
+import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+
+from service.extras import install
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,3 +28,26 @@ def test_every_file_that_the_readme_links_to_is_there() -> None:
     assert targets
     for target in targets:
         assert (ROOT / target).exists(), target
+
+
+def _texts() -> Iterator[tuple[Path, str]]:
+    for folder in ("service", "kvcache", "clients/python", "clients", "docs"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".md") and "node_modules" not in file.parts and "target" not in file.parts:
+                yield file, file.read_text(encoding="utf-8")
+    yield ROOT / "README.md", (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_extras_are_installed_from_a_clone_until_there_is_a_release() -> None:
+    """One function says how; a page says the same, with extras that there are."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    said = [
+        (file, words[1], words[2].split(","))
+        for file, text in _texts()
+        for words in re.finditer(r"(pip install [^\n'\"`]*'[^\n']*\[([a-z,]+)\]')", text)
+    ]
+    pages = {file.relative_to(ROOT).as_posix() for file, _, _ in said}
+    assert {"docs/gateway.md", "docs/models.md", "docs/replicas.md"} <= pages
+    for file, words, named in said:
+        assert set(named) <= set(extras), (file, words)
+        assert install(*named).startswith(words), (file, words)

@@ -99,6 +99,8 @@ const (
 	SnapshotIdTaken Reason = "SNAPSHOT_ID_TAKEN"
 	// FAILED_PRECONDITION. metadata: activeUses.
 	SnapshotInUse Reason = "SNAPSHOT_IN_USE"
+	// NOT_FOUND. Was durable, and files of the server's store are missing or damaged.
+	SnapshotLost Reason = "SNAPSHOT_LOST"
 	// NOT_FOUND. Lost at a restart. metadata: bootId.
 	SnapshotNotDurable Reason = "SNAPSHOT_NOT_DURABLE"
 	// NOT_FOUND. The snapshot was never there, is somebody else's, or is gone: the handle is of no more use.
@@ -134,4 +136,4 @@ const (
 )
 
 // goneReasons tell that a snapshot is of no more use.
-var goneReasons = []Reason{SnapshotDeleted, SnapshotEvicted, SnapshotExpired, SnapshotNotDurable, SnapshotNotFound, SnapshotRolledBack}
+var goneReasons = []Reason{SnapshotDeleted, SnapshotEvicted, SnapshotExpired, SnapshotLost, SnapshotNotDurable, SnapshotNotFound, SnapshotRolledBack}

@@ -11,6 +11,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from service.extras import install
+
 _COMMANDS = ("serve", "talk", "gateway", "models", "store", "token", "config", "doctor", "demo")
 
 _EPILOG = """\
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] in ("service", "kvcache", "kvfork", "kvfork_client"):
             raise
-        print(f"error: {error.name} is not installed: pip install 'kvfork[server]'", file=sys.stderr)
+        print(f"error: {error.name} is not installed: {install('server')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

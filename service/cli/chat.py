@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from service.cli import flags, output
-from service.cli.conversation import Conversation, NothingSaid
+from service.cli.conversation import Conversation, NothingSaid, Reply
 from service.cli.interrupt import stop_on_interrupt
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 in the chat:
-  /fork N      make N new branches from here; you stay where you are
-  /use K       go to branch K
-  /back        roll back to before the last turn
+  /fork N      answer what you said last N more times, each answer in a branch of its own
+  /use K       go on with the answer of branch K
+  /back        roll back to before the last turn; /fork N then answers it N ways
   /snapshots   the states this chat keeps
   /image FILE  put a picture before what you say next
   /receipt     what the last answer cost
@@ -127,10 +127,14 @@ class _Loop:
         return None
 
     def _turn(self, text: str) -> None:
-        from kvfork_client import Delta, FinishReason
-
         reply = self._conversation.say(text, self._images)
         self._images = []
+        self._answer(reply)
+
+    def _answer(self, reply: Reply) -> None:
+        """Shows an answer as it comes, and keeps it."""
+        from kvfork_client import Delta, FinishReason
+
         self._last = reply.generation
         with reply.generation, stop_on_interrupt(reply.generation):
             for event in reply.events:
@@ -142,7 +146,7 @@ class _Loop:
         if self._json:
             output.print_json(
                 event="turn",
-                branch=self._conversation.current + 1,
+                branch=self._conversation.number(reply.branch),
                 text=reply.generation.text,
                 reason=finished.reason,
                 snapshot=finished.snapshot,
@@ -200,19 +204,21 @@ class _Loop:
         if not text.isdigit() or int(text) < 1:
             self._say("/fork takes a number: /fork 3", event="error")
             return
-        first = len(self._conversation.branches) + 1
+        count = int(text)
         try:
-            children = self._conversation.fork(int(text))
+            replies = self._conversation.again(count)
         except NothingSaid:
-            self._say("nothing to fork yet: say something first", event="error")
+            self._say("nothing to answer yet: say something first", event="error")
             return
-        for number, child in enumerate(children, start=first):
-            if self._json:
-                output.print_json(event="branch", branch=number, snapshot=child)
-            else:
-                print(f"branch {number}: {child.name} ({child.token_count:,} tokens)")
+        with contextlib.ExitStack() as running:  # one that is not shown to its end is not computed to its end
+            for reply in replies:
+                running.enter_context(reply.generation)
+            for number, reply in enumerate(replies, start=1):
+                if not self._json:
+                    print(f"── answer {number} of {count}: branch {self._conversation.number(reply.branch)} ──")
+                self._answer(reply)
         if not self._json:
-            print(f"you are on branch {self._conversation.current + 1}; /use K goes to another")
+            print(f"you are on branch {self._conversation.current + 1}; /use K goes on with another")
 
     def _use(self, text: str) -> None:
         try:

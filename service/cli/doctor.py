@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from service.extras import install
+
 if TYPE_CHECKING:
     from service.engine.cpu import CpuReport
 
@@ -83,8 +85,8 @@ def _mlx_checks() -> Iterator[Check]:
     try:
         mx = cpu.mlx()
     except ImportError as error:
-        extras = "server,cpu" if sys.platform == "linux" else "server"
-        yield Check(name="mlx", state=PROBLEM, found=str(error), advice=f"pip install 'kvfork[{extras}]'")
+        extras = ("server", "cpu") if sys.platform == "linux" else ("server",)
+        yield Check(name="mlx", state=PROBLEM, found=str(error), advice=install(*extras))
         return
     report = cpu.prepare()
     versions = ", ".join(f"{package} {_version(package)}" for package in ("mlx", "mlx-lm"))
@@ -100,7 +102,7 @@ def _blas(report: CpuReport) -> Check:
     if sys.platform == "darwin" or report.accelerator != "cpu":
         return Check(name="blas", state=OK, found="the platform's own")
     if platform.machine() == "x86_64":
-        advice = "pip install 'kvfork[cpu]' brings MKL, about a hundred times faster"
+        advice = f"{install('cpu')} brings MKL, about a hundred times faster"
     else:
         advice = "no faster one is known for this processor; use small models"
     return Check(name="blas", state=WARNING, found="MLX's reference BLAS, which is slow", advice=advice)
@@ -148,7 +150,7 @@ def _cache_checks() -> Iterator[Check]:
         from service.models import cache_dir
         from service.models.status import statuses
     except ModuleNotFoundError as error:
-        advice = "pip install 'kvfork[server]'"
+        advice = install("server")
         yield Check(name="models", state=PROBLEM, found=f"{error.name} is not installed", advice=advice)
         return
     root = cache_dir.cache_root()

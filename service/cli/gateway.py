@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from service.cli import flags
+from service.extras import install
 
 _EPILOG = """\
 examples:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "uvicorn":
             raise
-        print("error: uvicorn is not installed: pip install 'kvfork[gateway]'", file=sys.stderr)
+        print(f"error: uvicorn is not installed: {install('gateway')}", file=sys.stderr)
         return 1
     from kvfork_client import Tls
     from kvfork_gateway.conversations import Bounds

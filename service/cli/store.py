@@ -1,4 +1,4 @@
-"""`kvfork store`: a durable store's keys, while no server uses it. Owns the output; the work is in kvcache.keys."""
+"""`kvfork store`: a durable store's keys and what it holds, while no server uses it. Owns the output, no work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
+  kvfork store check --store-dir ~/.kvfork                          what is there, what is missing; exit code 1 if any
   kvfork store owners --store-dir ~/.kvfork
   kvfork store rotate-key --store-dir ~/.kvfork                     a new key inside the store
   kvfork store rotate-key --store-dir ~/.kvfork --key-file OLD --new-key-file NEW
@@ -20,11 +21,11 @@ examples:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command and its three verbs."""
+    """Adds the command and its verbs."""
     parser = subparsers.add_parser(
         "store",
-        help="change the master key of a durable store, or shred an owner's data",
-        description="Look after the keys of a durable store. Stop its server first.",
+        help="check a durable store, change its master key, or shred an owner's data",
+        description="Look after a durable store. Stop its server first.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -34,6 +35,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     common.add_argument("--store-dir", type=Path, required=True, metavar="FOLDER", help="the durable store")
     common.add_argument("--key-file", type=Path, metavar="FILE", help="its master key, as `kvfork serve` takes it")
     common.add_argument("--key-command", default="", metavar="COMMAND", help="prints its master key")
+    verbs.add_parser(
+        "check",
+        parents=[common],
+        help="list the models and durable snapshots that are there, and what is missing; changes no snapshot",
+    ).set_defaults(verb=_check)
+    verbs.add_parser(
+        "forget-lost",
+        parents=[common],
+        help="give up what is missing for good: files, keys and snapshots are no longer expected",
+    ).set_defaults(verb=_forget_lost)
     verbs.add_parser("owners", parents=[common], help="list whose data the store holds").set_defaults(verb=_owners)
     rotate = verbs.add_parser(
         "rotate-key", parents=[common], help="wrap every owner's key under a new master key; no record changes"
@@ -59,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     source = KeySource(file=args.key_file, command=args.key_command)
     try:
-        store = open_store(args.store_dir.expanduser(), source, create=False)
+        store = open_store(args.store_dir.expanduser(), source, create=False, forget=args.verb is _forget_lost)
         try:
             return int(args.verb(args, store, source))
         finally:
@@ -67,6 +78,36 @@ def run(args: argparse.Namespace) -> int:
     except (StoreUnusable, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _check(args: argparse.Namespace, store: OpenStore, source: KeySource) -> int:
+    held = store.survey()
+    for model in held.models:
+        parts = ", ".join(f"{part} {what}" for part, what in sorted(model.parts.items()))
+        print(
+            f"fingerprint {model.fingerprint or 'unknown'}: {len(model.whole)} durable snapshots, {model.pinned} pinned"
+        )
+        print(f"  made of: {parts or 'not noted by the version that wrote them'}")
+        for one in sorted(model.whole, key=lambda one: (one.note.owner, one.note.created)):
+            pinned = " pinned" if one.note.pinned else ""
+            print(f"  {one.note.owner} {one.note.id} {one.node.end} tokens{pinned}")
+    for line in held.wrong:
+        print(line)
+    if held.wrong:
+        print("put the files back from a backup, or give up what is missing: kvfork store forget-lost")
+        return 1
+    print("nothing is missing")
+    return 0
+
+
+def _forget_lost(args: argparse.Namespace, store: OpenStore, source: KeySource) -> int:
+    held = store.survey()
+    store.inventory.drop_segments(held.missing)
+    store.inventory.drop_names(held.lost)
+    for line in held.wrong:
+        print(f"given up: {line}")
+    print("nothing is missing any more")
+    return 0
 
 
 def _owners(args: argparse.Namespace, store: OpenStore, source: KeySource) -> int:

@@ -44,6 +44,8 @@ class _Row:
     logits: bytes | None = None
     token: int | None = None  # picked, not yet fed
     drawn: int = 0
+    late: bool = False  # has yet to pick from `logits`, or to say its pick: its constraint has not answered
+    unsaid: bool = False  # has picked `token`, and not said it
     lost: bool = False  # its state went with a call that failed
 
     @property
@@ -176,6 +178,11 @@ class FakeEngine:
     def _decode(self, name: RowId, capture: Capture | None, result: StepResult) -> None:
         row = self._rows[name]
         assert not row.lost, f"row {name} has no state"
+        if row.late:
+            assert capture is None, f"row {name} is fed nothing in this step"
+            result.unfed.add(name)
+            self._pick(name, result)
+            return
         assert row.token is not None, f"row {name} has picked nothing to feed"
         self._feed(row, [row.token])
         row.logits = row.state
@@ -186,16 +193,27 @@ class FakeEngine:
     def _pick(self, name: RowId, result: StepResult) -> None:
         row = self._rows[name]
         assert row.logits is not None, f"row {name} has no logits to pick from"
-        row.token = self._next(row.logits, row.order.sampling, row.drawn)
-        row.drawn += 1
         constraint = row.order.constraint
         if constraint is None:
+            row.token = self._next(row.logits, row.order.sampling, row.drawn)
+            row.drawn += 1
             result.picked[name] = Picked(row.token)
             return
-        allowed = constraint.allowed()
-        fitting = [token for token in range(self._vocab) if allowed[token >> 3] >> (token & 7) & 1]
-        row.token = fitting[row.token % len(fitting)]
-        result.picked[name] = Picked(row.token, last=constraint.took(row.token))
+        row.late = True
+        if not row.unsaid:
+            allowed = constraint.allowed(0.0)
+            if allowed is None:
+                return
+            fitting = [token for token in range(self._vocab) if allowed[token >> 3] >> (token & 7) & 1]
+            row.token = fitting[self._next(row.logits, row.order.sampling, row.drawn) % len(fitting)]
+            row.drawn += 1
+            row.unsaid = True
+            constraint.took(row.token)
+        ended = constraint.ended(0.0)
+        if ended is not None:
+            assert row.token is not None
+            row.late = row.unsaid = False
+            result.picked[name] = Picked(row.token, last=ended)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

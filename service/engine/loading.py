@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,6 +22,9 @@ from service.media import Preparer
 log = logging.getLogger("kvfork.loading")
 
 _READ = 1 << 22
+_SAMPLE, _SAMPLES = 1 << 16, 64  # bytes, and how many of them are looked at in a large file
+STATE_VERSION = "kvfork-state-3"  # counts the changes of our own that give other bits
+ARITHMETIC = ("compute dtype", "accelerator", "processor", "MLX compilation", "BLAS", "BLAS code path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class ModelFacts:
     top_p: float | None
     top_k: int | None
     preparer: Preparer | None = None  # of a model that sees images
+    parts: Mapping[str, str] = field(default_factory=dict)  # of the fingerprint, so that a difference can be told
 
 
 def load(folder: Path):
@@ -79,14 +83,12 @@ def load(folder: Path):
         log.warning("rows decode in one model call each: %s", layout.alone)
     generation = _generation_config(folder)
     text = config.get("text_config", config)
+    arithmetic = (report.compute_dtype or "stored", *cpu.arithmetic())
+    packages = () if family is None else ("mlx-vlm", "numpy")
     facts = ModelFacts(
         layout=layout,
-        fingerprint=fingerprint_of(
-            folder,
-            layout,
-            (report.compute_dtype or "stored", *cpu.arithmetic()),
-            packages=() if family is None else ("mlx-vlm", "numpy"),
-        ),
+        fingerprint=fingerprint_of(folder, layout, arithmetic, packages),
+        parts=parts_of(folder, layout, arithmetic, packages),
         context_tokens=int(text.get("max_position_embeddings") or 4096),
         vocab_size=vocab_size,
         footprint=replace(probed.footprint, weights=weights),
@@ -102,19 +104,53 @@ def fingerprint_of(folder: Path, layout: CacheLayout, arithmetic: Sequence[str],
     """32 hex digits over every file of the model that decides its state, and what computes it.
 
     `arithmetic`: dtype and what else of this machine decides last bits; `packages` compute besides mlx and mlx-lm.
-    The last fact counts the changes of our own that give other bits.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt") and path.name != "kvfork.json":
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                while block := file.read(_READ):
-                    digest.update(block)
+    for path in _files(folder):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            while block := file.read(_READ):
+                digest.update(block)
     versions = [version(name) for name in ("mlx", "mlx-lm", *packages)]
-    for fact in (layout.describe(), *arithmetic, *versions, "kvfork-state-3"):
+    for fact in (layout.describe(), *arithmetic, *versions, STATE_VERSION):
         digest.update(b"\0" + fact.encode())
     return digest.hexdigest()[:32]
+
+
+def parts_of(
+    folder: Path, layout: CacheLayout, arithmetic: Sequence[str], packages: Sequence[str] = ()
+) -> dict[str, str]:
+    """What `fingerprint_of` is over, part by part, so that a later start can tell which of them differs.
+
+    Of large files a sample is looked at: this tells models apart for a message, the fingerprint does for state.
+    """
+    digests = {part: hashlib.sha256() for part in ("weights", "tokenizer", "template", "settings")}
+    for path in _files(folder):
+        digest = digests[_part_of(path.name)]
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for at in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                file.seek(at)
+                digest.update(file.read(_SAMPLE))
+    parts = {part: digest.hexdigest()[:16] for part, digest in digests.items()}
+    parts["cache format"] = f"{layout.describe()} {STATE_VERSION}"
+    parts |= dict(zip(ARITHMETIC, arithmetic, strict=False))
+    return parts | {name: version(name) for name in ("mlx", "mlx-lm", *packages)}
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that decide a model's state, by name."""
+    suffixes = (".safetensors", ".json", ".jinja", ".model", ".txt")
+    return [path for path in sorted(folder.iterdir()) if path.suffix in suffixes and path.name != "kvfork.json"]
+
+
+def _part_of(name: str) -> str:
+    if name.endswith(".jinja") or name == "chat_template.json":
+        return "template"
+    if name.endswith(".safetensors") or name in ("config.json", "model.safetensors.index.json"):
+        return "weights"
+    return "settings" if name == "generation_config.json" else "tokenizer"
 
 
 def _generation_config(folder: Path) -> dict:

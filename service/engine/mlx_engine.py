@@ -43,6 +43,8 @@ from service.plan import (
 
 log = logging.getLogger("kvfork.engine")
 
+MASK_GRACE = 0.02  # seconds that a step waits for constraints once its logits are there; usual are none
+MASK_SLICE = 0.01  # and where every row waits for its own
 FAILED_CALLS = 2  # after more of them a row stays alone: with others it fails, and by itself nobody does
 
 
@@ -53,6 +55,8 @@ class _Row:
     constraint: TokenMask | None = None
     logits: mx.array | None = None  # (1, vocab), of the last position
     token: int | None = None  # picked, not yet fed
+    late: bool = False  # has yet to pick from `logits`, or to say its pick: its constraint has not answered
+    unsaid: Picked | None = None  # that pick
     images: tuple[RowImage, ...] = ()
     position: int = 0  # tokens that its caches hold
     alone: bool = False  # decodes in a call of its own
@@ -217,11 +221,16 @@ class MlxEngine:
                 for row in rows:
                     self._sample([row], result)
             return
-        self._take(rows, picks, result)
+        self._take(rows, picks, logits, result)
 
     def _decode(self, order: Decode, result: StepResult) -> None:
-        self._leave([row for row in self._batch.rows if row not in order.rows], result)
-        rows = [row for row in order.rows if row not in result.failed]
+        late = [row for row in order.rows if self._rows[row].late]
+        rows = [row for row in order.rows if row not in late]
+        self._catch_up(late, MASK_SLICE if not rows else 0.0, result)
+        if not rows:
+            return
+        self._leave([row for row in self._batch.rows if row not in rows], result)
+        rows = [row for row in rows if row not in result.failed]
         self._arrange(order, result)
         rows = [row for row in rows if row not in result.lost and row not in result.failed]
         self._join([row for row in rows if not self._rows[row].alone and row not in self._batch.rows])
@@ -260,7 +269,7 @@ class MlxEngine:
             if row in self._batch.rows:
                 at = rows.index(row)
                 self._guard(row, result, self._capture, row, what, logits[at : at + 1], result)
-        self._take(rows, picks, result)
+        self._take(rows, picks, logits, result)
 
     def _fed(self, name: RowId) -> Fed:
         row = self._rows[name]
@@ -287,35 +296,69 @@ class MlxEngine:
         if name in order.captures:
             result.captured[name] = layers.capture(row.caches, self._layout, order.captures[name], logits)
         row.alone = row.failed_calls > FAILED_CALLS
-        self._take([name], [pick], result)
+        self._take([name], [pick], logits, result)
 
     def _capture(self, row: RowId, what: Capture, logits: mx.array, result: StepResult) -> None:
         result.captured[row] = self._batch.capture(row, what, logits)
 
     def _picks(self, rows: list[RowId], logits: mx.array, state: Sequence[mx.array] = ()) -> list[Picked | Exception]:
-        """A pick for each row of `logits` (rows, vocab), evaluated with `state`; masks are made meanwhile."""
-        constrained = [i for i, row in enumerate(rows) if self._rows[row].constraint is not None]
-        if constrained:
-            mx.async_eval(logits, *state)
-        masks = {i: _mask(self._rows[rows[i]].constraint, logits.shape[-1]) for i in constrained}
+        """A pick for each row of `logits` (rows, vocab), evaluated with `state`; `_Late` for one without a mask yet."""
         mx.eval(logits, *state)
+        until = time.perf_counter() + MASK_GRACE  # masks are made while the model computes
+        masks = {
+            i: _mask(constraint, logits.shape[-1], until)
+            for i, row in enumerate(rows)
+            if (constraint := self._rows[row].constraint) is not None
+        }
         return pick_all(logits, [self._rows[row].sampler for row in rows], masks)
 
-    def _take(self, rows: list[RowId], picks: list[Picked | Exception], result: StepResult) -> None:
-        for name, pick in zip(rows, picks, strict=True):
+    def _take(self, rows: list[RowId], picks: list[Picked | Exception], logits: mx.array, result: StepResult) -> None:
+        """Each row has its pick, and says it once its constraint has said whether anything may follow."""
+        told: list[RowId] = []
+        for i, (name, pick) in enumerate(zip(rows, picks, strict=True)):
+            row = self._rows[name]
             if name in result.failed:
                 continue
-            if isinstance(pick, Exception):
+            if isinstance(pick, _Late):
+                row.late, row.logits = True, logits[i : i + 1]
+            elif isinstance(pick, Exception):
                 result.failed[name] = pick
             else:
-                self._guard(name, result, self._took, name, pick, result)
+                row.token, row.unsaid = pick.token, pick
+                if row.constraint is not None:
+                    self._guard(name, result, row.constraint.took, pick.token)
+                told.append(name)
+        until = time.perf_counter() + MASK_GRACE
+        for name in told:
+            self._guard(name, result, self._say, name, until, result)
 
-    def _took(self, name: RowId, pick: Picked, result: StepResult) -> None:
+    def _say(self, name: RowId, until: float, result: StepResult) -> None:
         row = self._rows[name]
-        row.token = pick.token
-        if row.constraint is not None and row.constraint.took(pick.token):
-            pick = replace(pick, last=True)
+        pick = row.unsaid
+        assert pick is not None
+        if row.constraint is not None:
+            ended = row.constraint.ended(_left(until))
+            if ended is None:
+                row.late = True
+                return
+            pick = replace(pick, last=ended)
+        row.late, row.unsaid = False, None
         result.picked[name] = pick
+
+    def _catch_up(self, late: list[RowId], wait: float, result: StepResult) -> None:
+        """Rows whose constraints answered late: those that have now go on with the next step."""
+        until = time.perf_counter() + wait
+        for name in late:
+            result.unfed.add(name)
+            self._guard(name, result, self._try_again, name, until, result)
+
+    def _try_again(self, name: RowId, until: float, result: StepResult) -> None:
+        row = self._rows[name]
+        if row.unsaid is not None:
+            self._say(name, until, result)
+        elif row.constraint is None or row.constraint.allowed(_left(until)) is not None:
+            (pick,) = self._picks([name], row.logits)
+            self._take([name], [pick], row.logits, result)
 
     def _empty_batch(self) -> DecodeBatch:
         return decode_batch(self._layout, own=self._calls.copies_lone_rows)
@@ -366,11 +409,22 @@ class MlxEngine:
             self._rows.pop(row, None)
 
 
-def _mask(constraint: TokenMask, vocab_size: int) -> Mask | Exception:
+class _Late(Exception):
+    """A constraint has not answered yet."""
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.perf_counter())
+
+
+def _mask(constraint: TokenMask, vocab_size: int, until: float) -> Mask | Exception:
     """True for each token that may be picked, (vocab_size,); what a constraint raises is its row's end."""
     try:
-        bits = np.unpackbits(np.frombuffer(constraint.allowed(), dtype=np.uint8), bitorder="little")[:vocab_size]
+        allowed = constraint.allowed(_left(until))
     except Exception as error:  # whatever a grammar can raise must not end the other rows
         return error
+    if allowed is None:
+        return _Late()
+    bits = np.unpackbits(np.frombuffer(allowed, dtype=np.uint8), bitorder="little")[:vocab_size]
     # A head may be wider than the vocabulary: what lies beyond is no token.
     return np.pad(bits, (0, vocab_size - len(bits))).view(np.bool_)

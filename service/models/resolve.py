@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from service.extras import install
 from service.models import cache_dir, folder, wheels
 from service.models.errors import BadModelFolder, ConversionFailed, DownloadFailed, TermsNotAccepted, UnknownModel
 from service.models.progress import Progress, StderrProgress
@@ -141,7 +142,7 @@ def _build_tiny(model: TinyModel, partial: Path) -> None:
 
 def _build_tiny_vision(model: TinyVisionModel, partial: Path) -> None:
     if importlib.util.find_spec("mlx_vlm") is None:
-        raise ConversionFailed(f"{model.name} is built from mlx-vlm's classes: pip install 'kvfork[vision]'")
+        raise ConversionFailed(f"{model.name} is built from mlx-vlm's classes: {install('vision')}")
     from service.models.tiny_vision import build_tiny_vision  # imports MLX
 
     build_tiny_vision(model.name, partial)

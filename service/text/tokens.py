@@ -28,6 +28,22 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _GUARDS = ("\n", "a", ".", "0")
 
 
+def spans_of(backend: Any, text: str, guards: Sequence[str] = ()) -> tuple[list[int], list[Span]]:
+    """(ids, the [start, end) characters of `text` that each came from). `backend`: of the package tokenizers.
+
+    `guards`: put before the text, one by one, until one does not melt with it; for text that follows other tokens.
+    """
+    for guard in guards:
+        head = backend.encode(guard, add_special_tokens=False).ids
+        (whole,) = backend.encode_batch([guard + text], add_special_tokens=False)
+        if whole.ids[: len(head)] == head:
+            skip = len(guard)
+            return whole.ids[len(head) :], [(a - skip, b - skip) for a, b in whole.offsets[len(head) :]]
+    # A batch of one: unlike `encode`, it lets go of the GIL, and a text can be megabytes long.
+    (encoding,) = backend.encode_batch([text], add_special_tokens=False)
+    return encoding.ids, encoding.offsets
+
+
 class TokenizerUnusable(Exception):
     """The folder has no tokenizer that this service can use; the text says why."""
 
@@ -76,7 +92,7 @@ class TextCodec:
             raise TokenizerUnusable("the tokenizer's special tokens change the text between them")
         self._before, self._after = whole[:at], whole[at + len(plain) :]
         # SentencePiece habit: a space is put before whatever text is encoded.
-        self._dummy_prefix = self.bytes_of(plain) != b"a"
+        self.guards = _GUARDS if self.bytes_of(plain) != b"a" else ()
 
     @classmethod
     def load(cls, folder: Path, extra_eos: Iterable[int] = ()) -> TextCodec:
@@ -113,16 +129,7 @@ class TextCodec:
 
     def encode_spans(self, text: str, *, continuing: bool = False) -> tuple[list[int], list[Span]]:
         """(ids, the [start, end) characters of `text` that each came from)."""
-        if continuing and text and self._dummy_prefix:
-            for guard in _GUARDS:
-                head = self._backend.encode(guard, add_special_tokens=False).ids
-                (whole,) = self._backend.encode_batch([guard + text], add_special_tokens=False)
-                if whole.ids[: len(head)] == head:
-                    skip = len(guard)
-                    return whole.ids[len(head) :], [(a - skip, b - skip) for a, b in whole.offsets[len(head) :]]
-        # A batch of one: unlike `encode`, it lets go of the GIL, and a text can be megabytes long.
-        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+        return spans_of(self._backend, text, self.guards if continuing and text else ())
 
     def encode_raw(self, raw: RawInput, *, with_parent: bool) -> list[int]:
         """Parts joined as they are: neighbouring texts are one text, token runs are taken verbatim.
@@ -152,6 +159,11 @@ class TextCodec:
     def longest_token_bytes(self) -> int:
         """The most bytes of text that one token can stand for."""
         return max((len(self.token_bytes(token)) for token in self._backend.get_vocab().values()), default=1)
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The text of a tokenizer.json that tokenizes as this codec does."""
+        return str(self._backend.to_str())
 
     def added_id(self, text: str) -> int | None:
         """The id of an added token by its text; None if there is none."""

@@ -1,21 +1,26 @@
 """A guide whose commands are run as they stand: reads a Markdown file's blocks, runs them, compares what they print.
 
-A fenced `bash` block is a command; a fenced `text` block right after it is what it prints. Blocks of any other kind
-are for readers alone. All commands of one reading share one bash, as they would in a terminal.
+A fenced `bash` block is a command; a fenced `text` block right after it is what it prints. A block of any other kind
+is for readers alone, unless the words before it end with the name of a file and a colon: "in `main.go`:". All commands
+of one reading share one bash, as they would in a terminal.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ELLIPSIS = "…"
 
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```\n", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"(^|\bin )`(?P<name>[\w/-]+(\.[\w-]+)+)`:\s*\Z", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MEMBER = re.compile(r'^"(?P<key>[\w-]+)": (?P<value>.*)$')
 
 
@@ -31,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a block did. `output` is stdout and stderr as they came; `exit_code` that of the block's last command."""
+    """What a block did. `output` is stdout and stderr as they came, but for colours; `exit_code` its last command's."""
 
     block: Block
     exit_code: int
@@ -52,14 +57,51 @@ def read_blocks(guide: Path, info: str = "bash") -> list[Block]:
     return blocks
 
 
+def read_steps(guide: Path) -> list[Block]:
+    """The guide's commands, and for each file that it shows a command that writes it, in order."""
+    text = guide.read_text(encoding="utf-8")
+    steps = read_blocks(guide)
+    begin = 0
+    for fence in _FENCE.finditer(text):
+        named = _FILE.search(text[begin : fence.start()])
+        begin = fence.end()
+        if named is not None:
+            name, end = shlex.quote(named["name"]), uuid.uuid4()
+            code = f"mkdir -p $(dirname {name}) && cat > {name} <<'{end}'\n{fence['body']}{end}\n"
+            line = text.count("\n", 0, fence.start()) + 2
+            steps.append(Block(line=line, info=fence["info"], code=code, shown=""))
+    return sorted(steps, key=lambda step: step.line)
+
+
+def in_place(steps: Sequence[Block], places: Mapping[str, str]) -> list[Block]:
+    """The steps with what a page can only give an example of, such as a folder, as it is here."""
+    placed = []
+    for step in steps:
+        code = step.code
+        for said, here in places.items():
+            code = code.replace(said, here)
+        placed.append(replace(step, code=code))
+    return placed
+
+
 def run(blocks: Sequence[Block], *, env: Mapping[str, str], folder: Path, patience: float) -> list[Outcome]:
     """Runs the blocks in one bash. Fewer outcomes than blocks mean that one of them ended the shell."""
     border = f"--{uuid.uuid4()}--"
     script = "exec 2>&1\n" + "".join(f"{block.code}printf '\\n%s %d\\n' {border} $?\n" for block in blocks)
-    session = subprocess.run(
-        ["bash"], input=script, env=dict(env), cwd=folder, stdout=subprocess.PIPE, text=True, timeout=patience
-    )
-    pieces = re.split(rf"\n{border} (\d+)\n", session.stdout)
+    with tempfile.NamedTemporaryFile("w", suffix=".sh", encoding="utf-8") as file:  # stdin is the commands' own
+        file.write(script)
+        file.flush()
+        session = subprocess.run(
+            ["bash", file.name],
+            env=dict(env),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=patience,
+        )
+    printed = _COLOUR.sub("", session.stdout)  # Maven sets it back even where it set none
+    pieces = re.split(rf"\n{border} (\d+)\n", printed)
     return [
         Outcome(block=block, exit_code=int(code), output=output)
         for block, output, code in zip(blocks, pieces[0::2], pieces[1::2], strict=False)

@@ -54,6 +54,7 @@ ROWS: list[tuple[str, str, type[e.KVForkError], dict[str, str]]] = [
     ("NOT_FOUND", "SNAPSHOT_DELETED", e.SnapshotDeleted, {}),
     ("NOT_FOUND", "SNAPSHOT_ROLLED_BACK", e.SnapshotRolledBack, {}),
     ("NOT_FOUND", "SNAPSHOT_EVICTED", e.SnapshotEvicted, {}),
+    ("NOT_FOUND", "SNAPSHOT_LOST", e.SnapshotLost, {}),
     ("NOT_FOUND", "SNAPSHOT_NOT_DURABLE", e.SnapshotNotDurable, {"bootId": "b0"}),
     ("FAILED_PRECONDITION", "WRONG_INSTANCE", e.WrongInstance, {"instance": "other"}),
     ("FAILED_PRECONDITION", "MODEL_CHANGED", e.ModelChanged, {"have": "a", "want": "b"}),

@@ -1,114 +1,83 @@
-"""The first example of each client's page, as somebody pastes it who has read no further: text, a fork, a rollback."""
+"""Each client's page, followed word by word by somebody who has a clone, an empty folder and a server.
+
+Of what the page says only two things are put in their places: where the clone is and where the server listens.
+"""
 
 from __future__ import annotations
 
 import os
-import re
+import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 import pytest
+from guide import in_place, read_steps, run, untrue_part
 
+from service.models.cache_dir import cache_root
 from tests.absent import missing
-from tests.conformance.drivers import CLIENTS, ToolchainMissing, prepared
-from tests.e2e.live import LiveServer
+from tests.conformance.drivers import CLIENTS
+from tests.e2e.live import ROOT, LiveServer
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-PATIENCE = 600.0  # seconds for one command, which may compile the client anew
+ADDRESS, CLONE = "127.0.0.1:50051", "/path/to/kvfork"
+PATIENCE = 1500.0  # seconds for a page, which may fetch and compile all that its client needs
 
+# The programs that a page takes for granted.
+NEEDS = {
+    "python": ["python3"],
+    "go": ["go"],
+    "typescript": ["node", "npm", "npx"],
+    "rust": ["cargo"],
+    "java": ["java", "mvn"],
+}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstSteps:
-    """How a page's first block becomes a project of its own: its language there, files, and commands in order."""
-
-    block: str
-    lay: Callable[[Path, str], None]
-    commands: Callable[[Path], list[list[str]]]
-
-
-def _lay_go(folder: Path, code: str) -> None:
-    (folder / "main.go").write_text(code, encoding="utf-8")
-    (folder / "go.mod").write_text("module first\n\ngo 1.26\n", encoding="utf-8")
-
-
-def _go_commands(folder: Path) -> list[list[str]]:
-    given = ["-require=kvfork.example/go@v0.0.0", f"-replace=kvfork.example/go={CLIENTS / 'go'}"]
-    return [["go", "mod", "edit", *given], ["go", "mod", "tidy"], ["go", "run", "."]]
-
-
-def _lay_typescript(folder: Path, code: str) -> None:
-    (folder / "first.ts").write_text(code, encoding="utf-8")
-    (folder / "package.json").write_text('{"type": "module"}', encoding="utf-8")
-    modules = folder / "node_modules"
-    modules.mkdir()
-    (modules / "kvfork-client").symlink_to(CLIENTS / "typescript")
-    (modules / "@types").symlink_to(CLIENTS / "typescript" / "node_modules" / "@types")
-
-
-def _typescript_commands(folder: Path) -> list[list[str]]:
-    tsc = CLIENTS / "typescript" / "node_modules" / ".bin" / "tsc"
-    flags = ["--strict", "--module", "nodenext", "--target", "es2022", "--lib", "es2023,esnext.disposable"]
-    return [[str(tsc), *flags, "--types", "node", "--skipLibCheck", "first.ts"], ["node", "first.js"]]
-
-
-def _lay_rust(folder: Path, code: str) -> None:
-    (folder / "src").mkdir()
-    (folder / "src" / "main.rs").write_text(code, encoding="utf-8")
-    (folder / "Cargo.toml").write_text(
-        '[package]\nname = "first"\nversion = "0.0.0"\nedition = "2024"\n\n[dependencies]\n'
-        f'kvfork-client = {{ path = "{CLIENTS / "rust"}" }}\n'
-        'tokio = { version = "1", features = ["macros", "rt-multi-thread"] }\n\n'
-        '[profile.dev]\ndebug = "line-tables-only"\n',
-        encoding="utf-8",
-    )
-
-
-def _lay_java(folder: Path, code: str) -> None:
-    (folder / "First.java").write_text(code, encoding="utf-8")
-
-
-def _java_commands(folder: Path) -> list[list[str]]:
-    target = CLIENTS / "java" / "target"
-    classpath = os.pathsep.join([str(target / "classes"), str(target / "jars" / "*"), str(folder)])
-    return [["javac", "-cp", classpath, "First.java"], ["java", "-cp", classpath, "First"]]
-
-
-STEPS = {
-    "go": FirstSteps(block="go", lay=_lay_go, commands=_go_commands),
-    "typescript": FirstSteps(block="ts", lay=_lay_typescript, commands=_typescript_commands),
-    "rust": FirstSteps(block="rust", lay=_lay_rust, commands=lambda folder: [["cargo", "run", "--quiet"]]),
-    "java": FirstSteps(block="java", lay=_lay_java, commands=_java_commands),
+# What a compiler made before is taken from where the other tests of a client leave it.
+KEPT = {
+    "rust": {
+        "CARGO_TARGET_DIR": str(cache_root() / "build" / "rust"),
+        "CARGO_PROFILE_DEV_DEBUG": "line-tables-only",
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    with LiveServer("tiny-gemma3") as running:
-        yield running
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What git has of this tree, as it is now: no environment, no build, nothing that a test left."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        missing("the pages begin with a clone, and this is no git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    folder = tmp_path_factory.mktemp("clone")
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("language", STEPS)
-def test_the_first_example_of_the_page_runs(language: str, server: LiveServer, tmp_path: Path) -> None:
-    steps = STEPS[language]
-    try:
-        driver = prepared(language)  # what the page has its reader do once
-    except ToolchainMissing as absent:
-        missing(str(absent))
-    page = (CLIENTS / language / "README.md").read_text(encoding="utf-8")
-    first = re.search(rf"```{steps.block}\n(.*?)```", page, re.DOTALL)
-    assert first is not None and DEFAULT_ADDRESS in first[1]
-    steps.lay(tmp_path, first[1].replace(DEFAULT_ADDRESS, server.address))
-    for command in steps.commands(tmp_path):
-        done = subprocess.run(
-            command, cwd=tmp_path, env=driver.environment, capture_output=True, text=True, timeout=PATIENCE
-        )
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+@pytest.mark.parametrize("language", NEEDS)
+def test_a_page_can_be_followed_word_by_word(language: str, clone: Path, tmp_path: Path) -> None:
+    absent = [program for program in NEEDS[language] if shutil.which(program) is None]
+    if absent:
+        missing(f"{language}: {', '.join(absent)} not on PATH")
+    page = CLIENTS / language / "README.md"
+    assert ADDRESS in page.read_text(encoding="utf-8") and CLONE in page.read_text(encoding="utf-8")
+    with LiveServer("smollm2") as server:
+        steps = in_place(read_steps(page), {ADDRESS: server.address, CLONE: str(clone)})
+        outcomes = run(steps, env=_environment(language), folder=tmp_path, patience=PATIENCE)
+        server.idle()
 
-    told = done.stdout.strip().splitlines()
-    assert len(told) >= 4  # the text, its receipt, two children, and what the rollback cost: nothing
-    assert told[-1] == "0" or "recomputed_tokens: 0," in told[-1], done.stdout
-    server.idle()
+    told = "\n".join(outcome.output for outcome in outcomes)[-6000:]
+    assert [outcome.exit_code for outcome in outcomes] == [0] * len(steps), told
+    assert [untrue_part(outcome, volatile=frozenset()) for outcome in outcomes] == [None] * len(steps), told
+    assert "0 cached + 0 recomputed + 21 new" in steps[-1].shown  # the page ends in what the program prints
+
+
+def _environment(language: str) -> dict[str, str]:
+    """A shell's own: without what this process adds to find the tree under test."""
+    ours = {"PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME"}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    environment = str(Path(sys.executable).parent)
+    path = [folder for folder in kept.get("PATH", "").split(os.pathsep) if folder != environment]
+    return {**kept, "PATH": os.pathsep.join(path), **KEPT.get(language, {})}

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from guide import Outcome, read_blocks, run, untrue_part
+from guide import Outcome, in_place, read_blocks, run, untrue_part
 from json_tools import BufCurl, Grpcurl, Reply, in_camel_case
 from toolchains import GRPCURL, buf, go_tool
 
@@ -25,6 +25,7 @@ from tests.e2e.live import ROOT, LiveServer, until
 from tests.images.pictures import png
 
 GUIDE = ROOT / "clients" / "grpcurl" / "README.md"
+CLONE = {"/path/to/kvfork": str(ROOT)}
 
 # What differs from run to run or from machine to machine: names that the server chooses, times, sizes, texts.
 VOLATILE = (
@@ -103,9 +104,9 @@ builds = pytest.mark.timeout(1800)
 @pytest.mark.slow
 @builds
 class TestGuide:
-    def test_every_command_does_what_the_guide_shows(self, default: Listening, grpcurl: Path) -> None:
-        blocks = read_blocks(GUIDE)
-        outcomes = run(blocks, env=default.env(grpcurl), folder=ROOT, patience=PATIENCE)
+    def test_every_command_does_what_the_guide_shows(self, default: Listening, grpcurl: Path, tmp_path: Path) -> None:
+        blocks = in_place(read_blocks(GUIDE), CLONE)
+        outcomes = run(blocks, env=default.env(grpcurl), folder=tmp_path, patience=PATIENCE)
 
         assert len(outcomes) == len(blocks) > 20
         assert [problem for outcome in outcomes if (problem := problem_of(outcome))] == []
@@ -114,25 +115,27 @@ class TestGuide:
             assert sum(parts) == usage["prompt_tokens"], usage
         default.server.idle()
 
-    def test_it_can_be_pasted_once_more(self, default: Listening, grpcurl: Path) -> None:
+    def test_it_can_be_pasted_once_more(self, default: Listening, grpcurl: Path, tmp_path: Path) -> None:
         """The first commands keep snapshots under chosen ids and the last ones delete them: no trace is in the way."""
-        blocks = read_blocks(GUIDE)
+        blocks = in_place(read_blocks(GUIDE), CLONE)
         for _ in range(2):
-            outcomes = run(blocks, env=default.env(grpcurl), folder=ROOT, patience=PATIENCE)
+            outcomes = run(blocks, env=default.env(grpcurl), folder=tmp_path, patience=PATIENCE)
             assert len(outcomes) == len(blocks)
             assert [o.block.line for o in outcomes if o.exit_code or unexpected_error(o)] == []
             assert not any("save_error_reason" in o.output for o in outcomes)
 
-    def test_images_are_seen_as_the_guide_shows(self, seeing: Listening, grpcurl: Path, picture: Path) -> None:
-        blocks = read_blocks(GUIDE, "bash image")
-        outcomes = run(blocks, env={**seeing.env(grpcurl), "PICTURE": str(picture)}, folder=ROOT, patience=PATIENCE)
+    def test_images_are_seen_as_the_guide_shows(
+        self, seeing: Listening, grpcurl: Path, picture: Path, tmp_path: Path
+    ) -> None:
+        blocks = in_place(read_blocks(GUIDE, "bash image"), CLONE)
+        outcomes = run(blocks, env={**seeing.env(grpcurl), "PICTURE": str(picture)}, folder=tmp_path, patience=PATIENCE)
 
         assert len(outcomes) == len(blocks) == 6
         assert [problem for outcome in outcomes if (problem := problem_of(outcome))] == []
 
-    def test_buf_curl_does_what_the_guide_shows(self, default: Listening) -> None:
+    def test_buf_curl_does_what_the_guide_shows(self, default: Listening, tmp_path: Path) -> None:
         blocks = read_blocks(GUIDE, "bash buf")
-        outcomes = run(blocks, env=default.env(buf()), folder=ROOT, patience=PATIENCE)
+        outcomes = run(blocks, env=default.env(buf()), folder=tmp_path, patience=PATIENCE)
 
         assert len(outcomes) == len(blocks) == 3
         assert [problem for outcome in outcomes if (problem := problem_of(outcome))] == []

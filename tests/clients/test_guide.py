@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from guide import Block, Outcome, read_blocks, run, untrue_part
+from guide import Block, Outcome, in_place, read_blocks, read_steps, run, untrue_part
 
 GUIDE = """\
 Words.
@@ -67,6 +67,53 @@ def test_blocks_share_one_shell(guide: Path) -> None:
         (8, 0, "hello world\nbye\n"),
         (25, 3, ""),
     ]
+
+
+PAGE = """\
+Go there:
+
+```bash
+mkdir first && cd first
+```
+
+A file, in `src/main.txt`:
+
+```rust
+it's $here, at 127.0.0.1:1
+```
+
+What is shown of `other.txt` is no file:
+a block without a name before it.
+
+```rust
+nothing
+```
+
+```bash
+cat src/main.txt; printf '\\033[0m'; read -r line || echo "nobody types"
+```
+
+```text
+it's $here, at 127.0.0.1:1
+nobody types
+```
+"""
+
+
+def test_a_page_is_followed_in_its_order_files_included(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(PAGE)
+    steps = in_place(read_steps(page), {"127.0.0.1:1": "127.0.0.1:2"})
+    assert [step.line for step in steps] == [4, 10, 21]
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    outcomes = run(steps, env=os.environ, folder=folder, patience=60)
+    assert [(o.exit_code, o.output) for o in outcomes] == [
+        (0, ""),
+        (0, ""),
+        (0, "it's $here, at 127.0.0.1:2\nnobody types\n"),
+    ]
+    assert (folder / "first" / "src" / "main.txt").read_text() == "it's $here, at 127.0.0.1:2\n"
 
 
 def test_a_block_that_ends_the_shell_has_no_outcome(tmp_path: Path) -> None:

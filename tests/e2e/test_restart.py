@@ -146,6 +146,50 @@ def test_another_model_sees_nothing_and_breaks_nothing(tmp_path: Path) -> None:
             assert go_on(server, NAME)[2:] == (0, len(PROMPT))
 
 
+def test_a_lost_file_is_told_by_name_and_brings_the_snapshot_back(tmp_path: Path) -> None:
+    with serve("tiny-gemma3", tmp_path / "s") as server:
+        create(server, DISK)
+        before = go_on(server, NAME)
+    (segment,) = (tmp_path / "s" / "segments").iterdir()
+    away = segment.rename(tmp_path / "away")
+    with serve("tiny-gemma3", tmp_path / "s") as server:
+        lost = refused(lambda: get(server, NAME))
+        assert (lost.code, lost.reason, lost.metadata) == ("NOT_FOUND", "SNAPSHOT_LOST", {"snapshot": NAME})
+        assert refused(lambda: go_on(server, NAME)).reason == "SNAPSHOT_LOST"
+        told = server.log.read_text()
+        assert f"{segment.name} is missing" in told and "1 durable snapshots are lost: kept-for-good of local" in told
+    away.rename(segment)
+    with serve("tiny-gemma3", tmp_path / "s") as server:
+        assert go_on(server, NAME) == before
+        assert "lost" not in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_another_setting_keeps_what_is_pinned_and_carries_over_what_it_is_asked_to(tmp_path: Path) -> None:
+    pinned = pb.SnapshotOptions(snapshot_id="kept-for-good", durability=pb.DURABILITY_DISK, pinned=True)
+    other = {"MLX_DISABLE_COMPILE": "1"}
+    with serve("tiny-gemma3", tmp_path / "s") as server:
+        create(server, pinned)
+        before = go_on(server, NAME)
+    with LiveServer("tiny-gemma3", "--store-dir", str(tmp_path / "s"), env=other) as server:
+        assert names(server) == []
+        told = server.log.read_text()
+        assert "1 durable snapshots, 1 of them pinned, belong to fingerprint" in told
+        assert "MLX compilation was compile True, is compile False" in told and "--carry-over 1" in told
+    flags = ("--store-dir", str(tmp_path / "s"), "--carry-over", "1")
+    with LiveServer("tiny-gemma3", *flags, env=other) as server:
+        there = get(server, NAME)
+        assert (list(there.token_ids), there.snapshot.pinned) == (PROMPT, True)
+        assert (there.snapshot.residency, there.snapshot.durable) == (pb.RESIDENCY_TOKENS, False)  # no state yet
+        carried = go_on(server, NAME)
+        assert carried[2:] == (len(PROMPT), 0)
+    with LiveServer("tiny-gemma3", "--store-dir", str(tmp_path / "fresh"), env=other) as fresh:
+        create(fresh, pinned)
+        assert go_on(fresh, NAME)[:2] == carried[:2]
+    with serve("tiny-gemma3", tmp_path / "s") as server:
+        assert go_on(server, NAME) == before
+
+
 def test_two_servers_cannot_share_a_store_and_the_second_says_why(tmp_path: Path) -> None:
     with serve("tiny-gemma3", tmp_path / "s") as server:
         with pytest.raises(ServerDidNotStart) as caught:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,7 @@ from service.loop import EngineLoop
 from service.models import resolve
 from service.request import Constraint, Sampling, Stopping
 from service.scheduler import Scheduler, SchedulerConfig
-from service.text.constraint import Grammars
+from service.text.constraint import Grammars, RowConstraint
 from service.text.formats import detect
 from service.text.stream import TextStream
 from service.text.tokens import TextCodec
@@ -85,13 +87,18 @@ class Rig:
         folder: Path,
         *,
         load: Callable[[], tuple[object, ModelFacts]] | None = None,
+        engine: Callable[..., Any] | None = None,
         memory: int = 512 * MIB,
         rows: int = 8,
         checkpoints: Checkpoints = DEFAULT_CHECKPOINTS,
     ) -> None:
-        """`folder` has the tokenizer, and the model too unless `load` gives another, on the engine thread."""
+        """`folder` has the tokenizer, and the model too unless `load` gives another, on the engine thread.
+
+        `engine` makes another engine than `MlxEngine` of a model and its layout.
+        """
         self.folder = folder
         self._load_given = load
+        self._engine_given = engine
         self._memory = memory
         self._checkpoints = checkpoints
         self.codec = TextCodec.load(folder)
@@ -133,7 +140,7 @@ class Rig:
         )
         store.start()
         self.cache = PrefixCache(store, facts.layout, facts.fingerprint)
-        self.engine = MlxEngine(model, facts.layout)
+        self.engine = (self._engine_given or MlxEngine)(model, facts.layout)
         return self.engine, self.cache
 
     def submit(
@@ -150,6 +157,7 @@ class Rig:
         max_recompute: int | None = None,
         top_logprobs: int | None = None,
         form: Constraint | None = None,
+        constraint: RowConstraint | None = None,
     ) -> Ticket:
         generation = None
         if generate:
@@ -164,7 +172,7 @@ class Rig:
                 text=text,
                 save=save,
                 save_on_cancel=False,
-                constraint=None if form is None else self.grammars.compile(form, stopping, tokens),
+                constraint=constraint if form is None else self.constraint(form, stopping, tokens, owner),
             )
         work = Work(
             owner=owner,
@@ -186,6 +194,10 @@ class Rig:
         made.set()
         return ticket
 
+    def constraint(self, form: Constraint, stopping: Stopping, tokens: Sequence[int], owner: str) -> RowConstraint:
+        row = asyncio.run(self.grammars.open(owner, form))
+        return self.grammars.follow(row, form, stopping, tokens)
+
     def run(self, tokens: Sequence[int], **how) -> Outcome:
         return self.submit(tokens, **how).wait()
 
@@ -204,6 +216,7 @@ class Rig:
 
     def close(self) -> None:
         self.loop.close()
+        self.grammars.close()
         self.cache.store.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from service.engine import loading
-from service.engine.loading import fingerprint_of, load
+from service.engine.loading import fingerprint_of, load, parts_of
 from service.models import resolve
 
 LAYOUT = CacheLayout((LayerSpec(LayerKind.FULL), LayerSpec(LayerKind.WINDOW, 512)))
@@ -58,6 +58,46 @@ def test_anything_that_state_depends_on_changes_the_fingerprint(folder: Path, mo
         monkeypatch.setattr(loading, "version", lambda name, package=package: "9" if name == package else "0")
         seen.append(fingerprint_of(folder, LAYOUT, ["float32"]))
     assert len(set(seen)) == len(seen)
+
+
+def test_the_parts_of_a_fingerprint_name_what_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parts_of(folder, LAYOUT, ["float32", "cpu"])
+
+    def changed() -> set[str]:
+        now = parts_of(folder, LAYOUT, ["float32", "cpu"])
+        return {part for part in now.keys() | before if now.get(part) != before.get(part)}
+
+    for name, part in {
+        "model.safetensors": "weights",
+        "config.json": "weights",
+        "adapter.safetensors": "weights",
+        "tokenizer.json": "tokenizer",
+        "preprocessor_config.json": "tokenizer",
+        "chat_template.jinja": "template",
+        "generation_config.json": "settings",
+    }.items():
+        path = folder / name
+        old = path.read_bytes() if path.exists() else None
+        path.write_bytes((old or b"")[:-1] + b"!")
+        assert changed() == {part}, name
+        path.unlink() if old is None else path.write_bytes(old)
+    assert changed() == set()
+    assert parts_of(folder, LAYOUT, ["float32", "gpu"]).items() - before.items() == {("accelerator", "gpu")}
+    monkeypatch.setattr(loading, "version", lambda name: "9")
+    assert changed() == {"mlx", "mlx-lm"}
+
+
+def test_the_parts_of_large_files_are_sampled_to_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_SAMPLE", 4)
+    path = folder / "model.safetensors"
+    data = bytes(range(256)) * 4
+    path.write_bytes(data)
+    before = parts_of(folder, LAYOUT, [])["weights"]
+    for at in (0, 512, len(data) - 16):  # 64 samples of 1,024 bytes: one each 16
+        path.write_bytes(data[:at] + b"!" + data[at + 1 :])
+        assert parts_of(folder, LAYOUT, [])["weights"] != before
+    path.write_bytes(data)
+    assert parts_of(folder, LAYOUT, [])["weights"] == before
 
 
 def test_large_files_are_read_to_their_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

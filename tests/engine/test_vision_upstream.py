@@ -108,5 +108,7 @@ def test_without_mlx_vlm_a_vision_model_is_refused_with_what_to_install(
 ) -> None:
     monkeypatch.setattr(upstream, "installed", lambda: False)
     folder = folder_of(tmp_path, {"model_type": "llava", "vision_config": {"x": 1}}, "vision_tower.x")
-    with pytest.raises(UnsupportedVision, match=r"mlx-vlm is not installed: pip install 'kvfork\[vision\]'"):
+    with pytest.raises(
+        UnsupportedVision, match=r"mlx-vlm is not installed: pip install -e '\.\[vision\]' in a clone of kvfork"
+    ):
         vision_family(folder)

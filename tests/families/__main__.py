@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types; none: all of them")
     parser.add_argument("--all", action="store_true", help="every family that the installed mlx-lm ships")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table there")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="time for one family")
+    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="time for one family")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time")
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)  # the child's side: one row as JSON
     options = parser.parse_args(arguments)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -308,7 +309,12 @@ def _is_model(name: str) -> bool:
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
     assert spec is not None and spec.origin is not None
     with open(spec.origin, encoding="utf-8") as source:
-        return "class ModelArgs" in (text := source.read()) and "class Model(" in text
+        text = source.read()
+    # A family may take its class whole from another one's module.
+    return (
+        "class ModelArgs" in text
+        and re.search(r"^(class Model\(|from \.\w+ import .*\bModel\b)", text, re.M) is not None
+    )
 
 
 def config_of(name: str) -> dict[str, Any]:

@@ -23,12 +23,20 @@ class and the reason.
 
 ## What every family is held to
 
-Each family that mlx-lm ships is built small, with random weights. Then, bit for bit over every stored record and the
-next-token logits: a restored snapshot goes on as a cold run does, at 255, 256 and 257 tokens, at one below, at and one
-above each window, and at a mark; children forked beside a decoding parent are what they are alone, and the parent
-stays; state behind 8 decoded tokens is the same in two runs; a rollback to a mark and to a block boundary goes on as a
-cold run. Besides, greedy tokens are the same through a snapshot as in one go, from a boundary that decode passed
-beside another row, and with three rows as alone.
+Each family that mlx-lm ships is built small, with random weights. Then, bit for bit over all that a row's caches hold
+once they are restored, every stored record and the next-token logits: a restored snapshot stands and goes on as a cold
+run does, at one below, at and one above 256 tokens, 512 tokens and each window, and at marks at 300 and 556; children
+forked beside a decoding parent are what they are alone, and the parent stays; state behind 8 decoded tokens is the same
+in two runs and when it is restored; a rollback to a mark and to either block boundary goes on as a cold run. Besides,
+greedy tokens are the same through a snapshot as in one go, from a boundary that decode passed beside another row, and
+with three rows as alone.
+
+## What the suite is held to
+
+Each family that conforms is then restored wrongly on purpose, in each way below that its layers allow, and the suite
+must see every one; a wrong restore that it does not see is a difference like any other.
+
+{mutations}
 
 | answer | families |
 |---|---|
@@ -66,6 +74,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
         mlx=version("mlx"),
         machine="Metal" if mx.metal.is_available() else "CPU, float32",
         classes=_CLASSES,
+        mutations=_mutations(),
         counts="\n".join(f"| {o.value} | {counts[o]} |" for o in Outcome if counts[o]),
     )
     return head + "\n".join(_row(v) for v in verdicts) + "\n"
@@ -76,7 +85,18 @@ def _row(verdict: Verdict) -> str:
     ran = verdict.outcome not in (Outcome.NOT_BUILT, Outcome.REFUSED)
     decode = "–" if not ran else f"one call each: {verdict.alone}" if verdict.alone else "one call"
     note = f": {verdict.note}" if verdict.note else ""
-    return "| " + " | ".join(_cell(c) for c in (verdict.name, caches, decode, verdict.outcome.value + note)) + " |"
+    cells = (verdict.name, caches, decode, verdict.outcome.value + note)
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _mutations() -> str:
+    """Each way to be wrong, with the kinds that it is tried on."""
+    from tests.families.mutations import MUTATIONS
+
+    kinds: dict[str, list[str]] = {}
+    for mutation in MUTATIONS:
+        kinds.setdefault(mutation.name, []).append(f"`{mutation.kind.name.lower()}`")
+    return "\n".join(f"* {name}: {', '.join(on)}" for name, on in kinds.items())
 
 
 def _cell(text: str) -> str:

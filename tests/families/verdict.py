@@ -32,6 +32,7 @@ class Verdict:
     note: str = ""
     caches: str = ""  # classes, as the family makes them
     alone: str = ""  # why rows decode in one call each
+    wrongs: tuple[str, ...] = ()  # the wrong restores that were tried on it
     seconds: float = field(default=0.0)
 
     def to_json(self) -> str:
@@ -40,11 +41,14 @@ class Verdict:
     @classmethod
     def from_json(cls, text: str) -> Verdict:
         values = json.loads(text)
-        return cls(**{**values, "outcome": Outcome(values["outcome"])})
+        return cls(**{**values, "outcome": Outcome(values["outcome"]), "wrongs": tuple(values["wrongs"])})
 
 
-def judge(name: str, build: Callable[[str], Any] = families.build) -> Verdict:
-    """Builds the family, on the engine thread, and runs the suite on it, here and now."""
+def judge(name: str, build: Callable[[str], Any] = families.build, *, mutations: bool = True) -> Verdict:
+    """Builds the family, on the engine thread, and runs the suite on it, here and now.
+
+    `mutations`: the suite is then tried with wrong restores, and one that it does not see is a difference too.
+    """
     began = time.monotonic()
     from service.engine import cpu
 
@@ -54,9 +58,10 @@ def judge(name: str, build: Callable[[str], Any] = families.build) -> Verdict:
     from service.engine.probe import probe
     from service.models import resolve
     from tests.engine.rig import Rig
-    from tests.families.conformance import check
+    from tests.families.conformance import Colds, check, mutated
+    from tests.families.watched import WatchedEngine
 
-    found: dict[str, str] = {"caches": "", "alone": ""}
+    found: dict[str, Any] = {"caches": "", "alone": ""}
 
     def load() -> tuple[object, ModelFacts]:
         model = build(name)
@@ -78,7 +83,7 @@ def judge(name: str, build: Callable[[str], Any] = families.build) -> Verdict:
         return Verdict(name=name, outcome=outcome, note=note, seconds=round(time.monotonic() - began, 1), **found)
 
     try:
-        rig = Rig(resolve("tiny-llama"), load=load)
+        rig = Rig(resolve("tiny-llama"), load=load, engine=WatchedEngine)
     except UnsupportedLayer as error:
         return verdict(Outcome.REFUSED, str(error))
     except families.NotBuilt as error:
@@ -86,7 +91,12 @@ def judge(name: str, build: Callable[[str], Any] = families.build) -> Verdict:
     except Exception as error:  # a call that raises is a finding about the family, not about the suite
         return verdict(Outcome.FAILED, f"at load: {type(error).__name__}: {error}")
     try:
-        differences = [str(difference) for difference in check(rig)]
+        colds: Colds = {}
+        differences = [str(difference) for difference in check(rig, colds)]
+        if mutations and not differences:
+            answers = list(mutated(rig, colds))
+            differences = [f"{a.mutation}: applied {a.applied}, seen {a.seen}" for a in answers if a.applied != a.seen]
+            found["wrongs"] = tuple(str(answer.mutation) for answer in answers if answer.applied)
     except Exception as error:  # a call that raises is a finding about the family, not about the suite
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:200] or where.line

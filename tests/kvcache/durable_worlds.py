@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvcache.cache import CacheLimits, Durable, Keep, PrefixCache
+from kvcache.carrying import look_at_others
 from kvcache.errors import StoreError
+from kvcache.inventory import Inventory
 from kvcache.keys import KeyRing, OwnerSeal
 from kvcache.layout import CacheLayout
 from kvcache.records import Buffer
@@ -27,6 +29,42 @@ class Crash(BaseException):
     """The process ends here. No handler of ordinary errors may see it."""
 
 
+# Beside the segments in an image: the list of what the store should hold, and which opening store.json says wrote it.
+LIST, LISTED = -1, -2
+
+
+class CrashList:
+    """The list's file beside a `CrashStorage`, whose changes it counts among."""
+
+    def __init__(self, change: Callable[[], bool], data: bytes | None) -> None:
+        self._change = change
+        self.data = self.synced = data
+        self.torn = 0
+
+    def read(self) -> bytes | None:
+        return self.data
+
+    def replace(self, data: bytes) -> None:
+        if self._change():
+            raise Crash
+        self.data = self.synced = data
+
+    def append(self, offset: int, data: bytes) -> None:
+        assert self.data is not None
+        crashes = self._change()
+        self.data = self.data[:offset] + (data[: self.torn] if crashes else data)
+        if crashes or self._change():
+            raise Crash
+        self.synced = self.data
+
+    def images(self, rng: random.Random) -> dict[str, bytes | None]:
+        between = self.data
+        if self.data is not None and self.synced is not None and len(self.data) > len(self.synced):
+            kept = rng.randint(len(self.synced), len(self.data))
+            between = self.data[:kept] + bytes(rng.choice([0, len(self.data) - kept]))
+        return {"killed": self.data, "power cut": self.synced, "torn": between}
+
+
 class CrashStorage(MemoryStorage):
     """Remembers what was synced beside what was written, and ends the process at a chosen change.
 
@@ -35,11 +73,27 @@ class CrashStorage(MemoryStorage):
 
     def __init__(self, image: Mapping[int, bytes] | None = None, *, crash_at: int = 0, torn: int = 0) -> None:
         super().__init__()
-        self.segments = {number: bytearray(data) for number, data in (image or {}).items()}
+        image = dict(image or {})
+        self.list_file = CrashList(self._change, image.pop(LIST, None))
+        self.listed = int.from_bytes(image.pop(LISTED, b""), "little")  # the opening that store.json names
+        self.segments = {number: bytearray(data) for number, data in image.items()}
         self.synced = {number: bytes(data) for number, data in self.segments.items()}
         self.crash_at = crash_at
-        self.torn = torn
+        self.list_file.torn = self.torn = torn
         self.changes = 0
+
+    def inventory(self, key: bytes, opening: int) -> Inventory:
+        """The list that lies here, read or begun as `service.open_store` does it."""
+
+        def began() -> None:
+            if self._change():
+                raise Crash
+            self.listed = opening
+
+        if self.list_file.read() is None:
+            assert not self.listed
+            return Inventory(self.list_file, key, opening, began=began)
+        return Inventory.read(self.list_file, key, opening, floor=self.listed, began=began)
 
     def _change(self) -> bool:
         self.changes += 1
@@ -90,11 +144,15 @@ class CrashStorage(MemoryStorage):
             between[number] = bytes(data[:kept]) + bytes(
                 rng.choice([0, 0, len(data) - kept]) if kept < len(data) else 0
             )
-        return {
+        images = {
             "killed": {number: bytes(data) for number, data in self.segments.items()},
             "power cut": dict(self.synced),
             "torn": between,
         }
+        for name, data in self.list_file.images(rng).items():
+            if data is not None:
+                images[name] |= {LIST: data, LISTED: self.listed.to_bytes(4, "little")}
+        return images
 
 
 def ring_at(folder: Path, master: bytes = MASTER) -> KeyRing:
@@ -118,16 +176,25 @@ class DurableWorld(World):
         limits: CacheLimits = LIMITS,
         now: float = 1000.0,
         share_prefixes: bool = False,
+        store_id: bytes = STORE_ID,
+        inventory: Inventory | None = None,
+        parts: Mapping[str, str] | None = None,
+        carry: bool = False,
     ) -> None:
+        """`inventory`: the store's list, where `storage` is no `CrashStorage`, which has its own."""
         self.now = now
         self.storage = storage  # type: ignore[assignment]
         namespace = model.encode().ljust(32, b".")
+        if isinstance(storage, CrashStorage):
+            inventory = storage.inventory(ring.list_key, opening)
+            ring.check(inventory)
         self.store = TieredStore(
             StoreConfig(memory_bytes=memory, disk_bytes=disk, queue_bytes=queue, segment_bytes=4_000, min_free_bytes=0),
             storage,
             clock=lambda: self.now,
             seal=OwnerSeal(ring, opening),
-            identity=Identity(store_id=STORE_ID, namespace=namespace, opening=opening),
+            identity=Identity(store_id=store_id, namespace=namespace, opening=opening),
+            inventory=inventory,
         )
         self.cache = PrefixCache(
             self.store,
@@ -136,8 +203,9 @@ class DurableWorld(World):
             limits=limits,
             clock=lambda: self.now,
             share_prefixes=share_prefixes,
-            durable=Durable(ring=ring, instance=INSTANCE, opening=opening),
+            durable=Durable(ring=ring, instance=INSTANCE, opening=opening, parts=parts or {}),
         )
+        self.others = look_at_others(self.cache, ring.owners(), parts or {}, now=now, carry=carry)
         self.store.run_pending()
 
     def keep(self, node: Node, name: str, *, parent: Snapshot | None = None, **keep: object) -> Snapshot:

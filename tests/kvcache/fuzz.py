@@ -163,13 +163,13 @@ class Fuzzer:
             self.refused["keys"] += 1
         else:
             assert all(key in owners for key in found)
-        about = b'{"format": 1, "instance": "00112233445566778899aabbccddeeff", "openings": 7}'
+        about = b'{"format": 2, "instance": "00112233445566778899aabbccddeeff", "openings": 7, "listed": 6}'
         try:
-            instance, openings = decode_store_file(mutated(about, rng, JSON_TOKENS), Path("somewhere"))
+            said = decode_store_file(mutated(about, rng, JSON_TOKENS), Path("somewhere"))
         except StoreUnusable:
             self.refused["keys"] += 1
         else:
-            assert len(instance) == 32 and openings >= 0
+            assert len(said.instance) == 32 and said.openings >= said.listed >= 0
         try:
             assert len(parse_master_key(mutated(master.hex().encode(), rng), "it")) == 32
         except StoreUnusable:

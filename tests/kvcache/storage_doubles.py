@@ -71,6 +71,9 @@ class FaultyStorage:
     def sizes(self) -> Mapping[int, int]:
         return self.inner.sizes()
 
+    def strange(self) -> Mapping[int, str]:
+        return self.inner.strange()
+
     def free_bytes(self) -> int:
         return self.inner.free_bytes()
 

@@ -77,7 +77,9 @@ def durable_of(world: DurableWorld) -> Handles:
 
 
 def open_world(storage: CrashStorage, ring: KeyRing, opening: int = 1, layout: CacheLayout = LAYOUT) -> DurableWorld:
-    return DurableWorld(layout, storage, ring, opening=opening, disk=BUDGET, memory=500)
+    world = DurableWorld(layout, storage, ring, opening=opening, disk=BUDGET, memory=500)
+    assert (world.cache.lost, world.store.missing) == ({}, {})  # a crash is no loss, and is not called one
+    return world
 
 
 def states_of(ring: KeyRing) -> tuple[list[Handles], int]:

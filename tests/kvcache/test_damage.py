@@ -15,6 +15,7 @@ from kvcache.format import RECORD_HEADER, SEGMENT_HEADER, TRAILER_BYTES
 from kvcache.keys import KeyRing
 from kvcache.records import NoteId, RecordId
 from kvcache.scan import Found, scan_records
+from kvcache.snapshots import LostSnapshot
 
 LAYOUT = LAYOUTS["all"]
 PROMPT = prompt_of(600)
@@ -28,14 +29,14 @@ def ring(tmp_path: Path) -> KeyRing:
 
 @pytest.fixture
 def image(ring: KeyRing) -> dict[int, bytes]:
-    """A store with two durable snapshots in several segments."""
+    """The segments of a store with two durable snapshots, without the list of them."""
     storage = CrashStorage()
     world = DurableWorld(LAYOUT, storage, ring)
     first = world.keep(world.run(PROMPT).nodes[600], "first-one", labels=(("v", "1"),))
     world.keep(world.run(OTHER).nodes[400], "second-one", parent=first)
     world.cache.update(first, labels={"v": "2"})
     world.settle()
-    return storage.images(0)["killed"]
+    return {number: data for number, data in storage.images(0)["killed"].items() if number >= 0}
 
 
 def reopened(image: dict[int, bytes], ring: KeyRing) -> DurableWorld:
@@ -166,7 +167,7 @@ def test_an_old_segment_put_back_changes_no_content(ring: KeyRing) -> None:
         assert set(shape) <= set(WHOLE)
         assert shape.get("first-one", 600) == 600
     # As a file of another number it is not even looked at.
-    moved = reopened({**now, 77: old[min(old)]}, ring)
+    moved = reopened({**now, 77: old[0]}, ring)
     assert moved.store.stats().corrupt == 1
     assert shape_of(moved) == {"first-one": 600}
 
@@ -206,11 +207,13 @@ def test_a_lost_node_ends_what_stands_on_it_and_nothing_else(
     with caplog.at_level(logging.WARNING):
         world = DurableWorld(LAYOUT, storage, ring, opening=2)
     assert shape_of(world) == {"second-one": 400}
-    assert sum("durable snapshots were lost" in entry.message for entry in caplog.records) == 1
+    assert sum("1 durable snapshots are lost: first-one of a" in entry.message for entry in caplog.records) == 1
+    with pytest.raises(LostSnapshot):
+        world.cache.snapshot("a", "first-one")
     caplog.clear()
     again = DurableWorld(LAYOUT, CrashStorage(storage.images(0)["power cut"]), ring, opening=3)
     assert shape_of(again) == {"second-one": 400}
-    assert [entry.message for entry in caplog.records if "lost" in entry.message] == []
+    assert sum("1 durable snapshots are lost: first-one of a" in entry.message for entry in caplog.records) == 1
 
 
 def test_records_newer_than_the_count_of_openings_are_refused(image: dict[int, bytes], ring: KeyRing) -> None:

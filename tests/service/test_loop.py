@@ -40,19 +40,28 @@ def test_a_generation_says_when_it_began_what_it_picked_and_what_it_cost(rig: Lo
 
 
 class Only:
-    """A form of `most` tokens out of `tokens`; asked for more, it has none left."""
+    """A form of `most` tokens out of `tokens`; asked for more, it has none left. Each answer is late `late` times."""
 
-    def __init__(self, tokens: set[int], most: int) -> None:
+    def __init__(self, tokens: set[int], most: int, *, late: int = 0) -> None:
         self.tokens, self.left = tokens, most
+        self._late = self._asked = late
 
-    def allowed(self) -> bytes:
+    def _is_late(self) -> bool:
+        self._asked = self._late if self._asked == 0 else self._asked - 1
+        return self._asked != self._late and self._late > 0
+
+    def allowed(self, wait: float) -> bytes | None:
         if self.left < 0:
             raise ConstraintFailed("nothing fits")
+        if self._is_late():
+            return None
         return bytes(sum(1 << bit for bit in range(8) if 8 * byte + bit in self.tokens) for byte in range(50))
 
-    def took(self, token: int) -> bool:
+    def took(self, token: int) -> None:
         self.left -= 1
-        return self.left == 0
+
+    def ended(self, wait: float) -> bool | None:
+        return None if self._is_late() else self.left == 0
 
 
 class Thinks(PlainText):
@@ -83,6 +92,42 @@ def test_a_form_that_leaves_nothing_ends_its_row_alone(rig: LoopRig) -> None:
     rig.run()
     assert (type(held.error), held.tokens) == (ConstraintFailed, [])
     assert free.tokens == rig.engine.continuation(prompt, 9)
+
+
+@pytest.mark.parametrize("length", [40, 255, 256, 250])
+def test_a_row_whose_form_answers_late_waits_alone_and_becomes_what_it_would_have_been(
+    rig: LoopRig, length: int
+) -> None:
+    prompt = prompt_of(length)
+    in_time = rig.submit(prompt, generate=50, constraint=Only({3, 77, 399}, 9), save=True)
+    rig.run()
+    late = rig.submit(prompt, generate=50, constraint=Only({3, 77, 399}, 9, late=4), save=True)
+    free = rig.submit(prompt, generate=50)
+    rig.run()
+    assert late.tokens == in_time.tokens and late.final == in_time.final == [length + 9]
+    assert free.tokens == rig.engine.continuation(prompt, 50)
+    assert rig.loop.totals.late_rows == 9 * 2 * 4
+    again = rig.submit([*late.nodes[length + 9].all_tokens(), 5], base=late.nodes[length + 9], generate=3)
+    rig.run()
+    assert again.receipt[0] == length + 9
+
+
+@pytest.mark.parametrize("length", [40, 252])  # the second stands at a block's end by then
+def test_a_row_that_is_stopped_while_it_waits_for_its_form_ends_with_its_next_token(rig: LoopRig, length: int) -> None:
+    prompt = prompt_of(length)
+    late = rig.submit(prompt, generate=50, constraint=Only({3, 77, 399}, 9, late=4), save=True)
+    while len(late.tokens) < 4 or not rig.steps.rows[late.row].waits_for_pick:
+        rig.turn()
+    rig.loop.stop(late.row)
+    rig.run()
+    assert len(late.tokens) == 5
+    assert isinstance(late.end, Ended) and late.end.reason is FinishReason.STOPPED
+    (end,) = late.final
+    assert end == length + len(late.tokens)
+    assert list(late.nodes[end].all_tokens()) == prompt + late.tokens
+    again = rig.submit([*late.nodes[end].all_tokens(), 5], base=late.nodes[end], generate=3)
+    rig.run()
+    assert again.receipt[0] == end
 
 
 @pytest.mark.parametrize(("length", "end"), [(20, 3), (250, 30), (250, 6), (255, 1), (20, 12)])

@@ -147,5 +147,5 @@ def test_without_traces_events_pass_untouched() -> None:
 
 def test_traces_without_what_makes_them_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(TracesUnavailable, match=r"pip install 'kvfork\[otel\]'"):
+    with pytest.raises(TracesUnavailable, match=r"pip install -e '\.\[otel\]' in a clone of kvfork"):
         otlp_tracer()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import jsonschema
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from service.errors import ConstraintFailed, InvalidField
 from service.request import Constraint, Form, Stopping
 from service.text.constraint import Grammars, RowConstraint
+from service.text.form_frames import Reply
 from service.text.formats import detect
+from service.text.forms import MAX_KEPT
 from service.text.tokens import TextCodec
 from tests.text import tiny_codecs
 
@@ -45,8 +48,35 @@ def form(kind: Form, text: str = "", **more: object) -> Constraint:
     return Constraint(form=kind, text=text, **more)  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def processes(codec) -> Iterator[None]:
+    KNOWN[codec] = Grammars(codec, detect(codec))
+    yield
+    KNOWN.pop(codec).close()
+
+
+KNOWN: dict[TextCodec, Grammars] = {}
+PATIENCE = 30.0
+
+
 def compiled(codec: TextCodec, constraint: Constraint, stopping: Stopping | None = None, context=()) -> RowConstraint:
-    return Grammars(codec, detect(codec)).compile(constraint, stopping or Stopping(), list(context))
+    grammars = KNOWN.get(codec) or Grammars(codec, detect(codec))
+    row = asyncio.run(grammars.open("owner", constraint))
+    return grammars.follow(row, constraint, stopping or Stopping(), list(context))
+
+
+def mask_of(row: RowConstraint) -> bytes:
+    mask = row.allowed(PATIENCE)
+    assert mask is not None
+    return mask
+
+
+def took(row: RowConstraint, token: int) -> bool:
+    """Whether nothing can follow."""
+    row.took(token)
+    ended = row.ended(PATIENCE)
+    assert ended is not None
+    return ended
 
 
 def tokens(codec: TextCodec, mask: bytes) -> list[int]:
@@ -54,15 +84,15 @@ def tokens(codec: TextCodec, mask: bytes) -> list[int]:
 
 
 def texts(codec: TextCodec, row: RowConstraint) -> set[str]:
-    return {codec.text_of([token]) for token in tokens(codec, row.allowed())}
+    return {codec.text_of([token]) for token in tokens(codec, mask_of(row))}
 
 
 def written(codec: TextCodec, constraint: Constraint, seed: int) -> str | None:
     """A text of tokens picked at random among those allowed; None if it has no end within bounds."""
     rng, row, picked = random.Random(seed), compiled(codec, constraint), []
     for _ in range(400):
-        token = rng.choice(tokens(codec, row.allowed()))
-        last = row.took(token)
+        token = rng.choice(tokens(codec, mask_of(row)))
+        last = took(row, token)
         if token in codec.eos_ids:
             assert last
             return codec.text_of(picked)
@@ -103,23 +133,23 @@ def test_the_end_may_come_where_the_text_is_whole_and_nowhere_else(codec):
     row = compiled(codec, form(Form.REGEX, "ab?"))
     assert EOS not in texts(codec, row)
     (a,) = codec.encode_continuation("a")
-    assert not row.took(a)
+    assert not took(row, a)
     assert texts(codec, row) == {EOS, "b"}
-    assert row.took(codec.encode_continuation("b")[0])
+    assert took(row, codec.encode_continuation("b")[0])
 
 
 def test_special_tokens_are_no_text(codec):
     row = compiled(codec, form(Form.REGEX, "(.|\n)*"))
-    allowed = set(tokens(codec, row.allowed()))
+    allowed = set(tokens(codec, mask_of(row)))
     assert allowed & codec.special_ids == codec.eos_ids
     assert len(allowed) > 100
 
 
 def test_asking_twice_changes_nothing(codec):
     row = compiled(codec, form(Form.REGEX, "abc"))
-    assert row.allowed() == row.allowed()
-    row.took(codec.encode_continuation("a")[0])
-    assert row.allowed() == row.allowed()
+    assert mask_of(row) == mask_of(row)
+    took(row, codec.encode_continuation("a")[0])
+    assert mask_of(row) == mask_of(row)
 
 
 def test_eos_waits_for_the_least_number_of_tokens_and_for_ever_where_it_is_ignored(codec):
@@ -129,8 +159,8 @@ def test_eos_waits_for_the_least_number_of_tokens_and_for_ever_where_it_is_ignor
     seen = []
     for _ in range(4):
         seen.append((EOS in texts(codec, late), EOS in texts(codec, never)))
-        late.took(a)
-        never.took(a)
+        took(late, a)
+        took(never, a)
     # The third token is the first that may be the end.
     assert seen == [(False, False), (False, False), (True, False), (True, False)]
 
@@ -139,20 +169,20 @@ def test_a_stop_id_may_come_where_the_text_is_whole(codec):
     stop = codec.added_id("</s>")
     assert stop is not None and stop not in codec.eos_ids
     row = compiled(codec, form(Form.REGEX, "ab?"), Stopping(stop_token_ids=frozenset({stop})))
-    assert stop not in tokens(codec, row.allowed())
-    row.took(codec.encode_continuation("a")[0])
-    assert stop in tokens(codec, row.allowed())
-    assert not row.took(stop)  # it ends the row as a stop id does
+    assert stop not in tokens(codec, mask_of(row))
+    took(row, codec.encode_continuation("a")[0])
+    assert stop in tokens(codec, mask_of(row))
+    assert not took(row, stop)  # it ends the row as a stop id does
 
 
 def test_a_form_that_nothing_fits_any_more_fails_that_row(codec):
     row = compiled(codec, form(Form.LARK, 'start: "a" x\nx: x "b"'))
-    row.took(codec.encode_continuation("a")[0])
+    took(row, codec.encode_continuation("a")[0])
     with pytest.raises(ConstraintFailed, match="no token fits"):
-        row.allowed()
+        mask_of(row)
     row = compiled(codec, form(Form.REGEX, "ab"))
     with pytest.raises(ConstraintFailed):
-        row.took(codec.encode_continuation("b")[0])
+        took(row, codec.encode_continuation("b")[0])
 
 
 @pytest.mark.parametrize(
@@ -177,16 +207,21 @@ def test_a_bad_form_is_named_with_what_is_wrong_with_it(codec, constraint, says)
 
 
 def test_a_compiled_form_is_kept_and_its_rows_do_not_share_where_they_are(codec):
-    grammars = Grammars(codec, detect(codec))
     constraint = form(Form.REGEX, "ab*c")
-    one, other = (grammars.compile(constraint, Stopping(), []) for _ in range(2))
-    one.took(codec.encode_continuation("a")[0])
+    one, other = (compiled(codec, constraint) for _ in range(2))
+    took(one, codec.encode_continuation("a")[0])
     assert texts(codec, other) != texts(codec, one)
-    assert texts(codec, grammars.compile(constraint, Stopping(), [])) == texts(codec, other)
-    # More of them than are kept, on many threads.
-    with ThreadPoolExecutor(8) as pool:
-        rows = list(pool.map(lambda n: grammars.compile(form(Form.REGEX, f"a{{{n}}}"), Stopping(), []), range(1, 150)))
-    assert all("a" in texts(codec, row) for row in rows)
+    assert texts(codec, compiled(codec, constraint)) == texts(codec, other)
+
+
+def test_more_forms_than_are_kept_at_the_same_time(codec):
+    async def all_of_them():
+        forms = [form(Form.REGEX, f"a{{{count}}}") for count in range(1, 2 * MAX_KEPT)]
+        return await asyncio.gather(*(KNOWN[codec].open(f"owner {i % 3}", each) for i, each in enumerate(forms)))
+
+    for row in asyncio.run(all_of_them()):
+        answer = row.answer(PATIENCE)
+        assert answer is not None and answer[0] is Reply.MASK
 
 
 # -- behind the reasoning -------------------------------------------------------------------------------------------
@@ -201,25 +236,25 @@ def test_reasoning_may_come_first_and_is_free(codec):
     row = after_reasoning(codec)
     first = texts(codec, row)
     assert {"<think>", "1"} <= first and "a" not in first
-    row.took(codec.added_id("<think>"))
-    inside = set(tokens(codec, row.allowed()))
+    took(row, codec.added_id("<think>"))
+    inside = set(tokens(codec, mask_of(row)))
     assert not inside & codec.eos_ids and len(inside) >= codec.vocab_size - len(codec.eos_ids)
     for token in codec.encode_continuation("any text"):
-        assert not row.took(token)
-    row.took(codec.added_id("</think>"))
+        assert not took(row, token)
+    took(row, codec.added_id("</think>"))
     assert "1" in texts(codec, row) and not {"<think>", "a", "\n"} & texts(codec, row)
 
 
 def test_reasoning_that_the_context_opened_is_free_at_once(codec):
     row = after_reasoning(codec, "<|im_start|>assistant\n<think>\n")
     assert "a" in texts(codec, row)
-    row.took(codec.added_id("</think>"))
+    took(row, codec.added_id("</think>"))
     assert "a" not in texts(codec, row)
 
 
 def test_without_reasoning_the_form_holds_from_the_first_token_on(codec):
     row = after_reasoning(codec, "<|im_start|>user\n<think><|im_end|>")
-    row.took(codec.encode_continuation("1")[0])
+    took(row, codec.encode_continuation("1")[0])
     assert not {"<think>", "a"} & texts(codec, row)
 
 
@@ -230,3 +265,14 @@ def test_a_model_without_marks_is_constrained_from_the_start(tmp_path):
     plain = TextCodec.load(tiny_codecs.save(tmp_path, type(tokenizer).from_str(json.dumps(state)), eos=EOS))
     assert not detect(plain)
     assert "a" not in texts(plain, after_reasoning(plain))
+
+
+def test_an_object_has_the_keys_that_its_schema_names_each_once(codec):
+    names = {"name": {"enum": ["a", "b"]}, "age": {"enum": [1, 2]}}
+    schema = {"type": "object", "properties": names, "required": ["age"]}
+    for seed in range(10):
+        text = written(codec, form(Form.JSON_SCHEMA, json.dumps(schema)), seed)
+        assert text is not None
+        pairs = json.loads(text, object_pairs_hook=list)
+        keys = [key for key, _ in pairs]
+        assert set(keys) <= set(names) and "age" in keys and len(keys) == len(set(keys))

@@ -486,8 +486,9 @@ func (x *GenerateRequest) GetRequestId() string {
 // complete; where nothing can follow, the generation ends with
 // FINISH_REASON_STOP by itself. Stop strings, max_tokens and time limits still
 // cut: a text with another reason to end may be the beginning of a whole one.
-// A form that no token fits any more ends the call with INVALID_ARGUMENT
-// CONSTRAINT_FAILED.
+// A form that no token fits any more, or whose following takes too long, ends
+// the call with INVALID_ARGUMENT CONSTRAINT_FAILED; one that is too deep, too
+// large or too slow to compile is refused with INVALID_ARGUMENT and its field.
 type Constraint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The kind.
@@ -593,7 +594,10 @@ type isConstraint_Kind interface {
 type Constraint_JsonSchema struct {
 	// A JSON Schema document, as JSON. References stay inside it. Between
 	// tokens of JSON the text has no white space but single spaces and
-	// indented line ends.
+	// indented line ends. An object whose schema names its properties has
+	// each of them once at most, and no others: it is closed unless the schema
+	// opens it (additionalProperties, unevaluatedProperties). Names that an
+	// open object makes up may come twice.
 	JsonSchema string `protobuf:"bytes,1,opt,name=json_schema,json=jsonSchema,proto3,oneof"`
 }
 

@@ -1,6 +1,6 @@
 """The OpenAI Agents SDK, which turns back and takes another turn: `python agents_sdk.py [ADDRESS]`.
 
-Needs `pip install 'kvfork[agents,gateway]'`. An agent of the SDK converses through `kvfork gateway`, first with nothing
+Needs the extras `agents` and `gateway`. An agent of the SDK converses through `kvfork gateway`, first with nothing
 but the base URL changed: what it has said before is not computed again. Then with `SnapshotModel`, whose answers carry
 the handle of the state behind them: it goes back to its first turn, and on from there, and a gateway that has never
 seen it takes the conversation over. Every call computes what is new to it and nothing else.

@@ -1,6 +1,6 @@
 """A LangGraph graph that goes back to an earlier turn without computing it again: `python langgraph_time_travel.py`.
 
-Needs `pip install 'kvfork[langgraph]'`. The graph keeps a snapshot's name in its state, so each of its checkpoints
+Needs the `langgraph` extra. The graph keeps a snapshot's name in its state, so each of its checkpoints
 names the model's state at that moment. Three turns are taken; then the graph goes back to the checkpoint behind the
 first and takes another second turn from there. Only that turn's own words go through the model.
 """

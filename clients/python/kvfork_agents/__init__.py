@@ -1,4 +1,4 @@
-"""The OpenAI Agents SDK on kvfork's gateway (`pip install 'kvfork[agents]'`): see `SnapshotModel`."""
+"""The OpenAI Agents SDK on kvfork's gateway (the `agents` extra): see `SnapshotModel`."""
 
 from .conversation import snapshots_of
 from .model import SnapshotModel

@@ -96,6 +96,7 @@ __all__ = [
     "SnapshotExpired",
     "SnapshotIdTaken",
     "SnapshotInUse",
+    "SnapshotLost",
     "SnapshotNotDurable",
     "SnapshotNotFound",
     "SnapshotQuota",
@@ -277,6 +278,13 @@ class SnapshotNotDurable(SnapshotNotFound):
 
     REASON = "SNAPSHOT_NOT_DURABLE"
     advice = "make it again; run the server with a store directory to keep snapshots over restarts"
+
+
+class SnapshotLost(SnapshotNotFound):
+    """Was durable, and files of the server's store are missing or damaged."""
+
+    REASON = "SNAPSHOT_LOST"
+    advice = "make it again, or have the store's files put back: `kvfork store check` names them"
 
 
 class FailedPrecondition(KVForkError):

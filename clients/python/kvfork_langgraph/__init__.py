@@ -1,4 +1,4 @@
-"""LangGraph checkpoints that carry their model's state (`pip install 'kvfork[langgraph]'`): see `SnapshotSaver`."""
+"""LangGraph checkpoints that carry their model's state (the `langgraph` extra): see `SnapshotSaver`."""
 
 from .saver import SnapshotSaver
 

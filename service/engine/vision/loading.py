@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from service.engine.vision import upstream
 from service.engine.vision.families import FAMILIES, Family, Opens, opens
+from service.extras import install
 from service.models import safetensors_file
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def vision_family(folder: Path) -> Family | None:
     family = FAMILIES.get(name)
     if family is not None:
         if not upstream.installed():
-            raise UnsupportedVision(f"{name} is a vision model, and mlx-vlm is not installed: {upstream.INSTALL}")
+            raise UnsupportedVision(f"{name} is a vision model, and mlx-vlm is not installed: {install('vision')}")
         return family
     if upstream.text_family(config):
         log.warning("%s: images of this family are not served; served as text (with images: %s)", name, _served())

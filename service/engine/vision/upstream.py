@@ -19,8 +19,6 @@ import numpy as np
 
 from service.engine import cpu
 
-INSTALL = "pip install 'kvfork[vision]'"
-
 PADDING_MATTERS = {
     "mlx_vlm.models.mistral3.language.Ministral3": "attention is scaled for all rows by the place of the first of them",
 }

@@ -100,6 +100,8 @@ pub enum Reason {
     SnapshotIdTaken,
     /// FAILED_PRECONDITION. metadata: activeUses.
     SnapshotInUse,
+    /// NOT_FOUND. Was durable, and files of the server's store are missing or damaged.
+    SnapshotLost,
     /// NOT_FOUND. Lost at a restart. metadata: bootId.
     SnapshotNotDurable,
     /// NOT_FOUND. The snapshot was never there, is somebody else's, or is gone: the handle is of no more use.
@@ -188,6 +190,7 @@ impl Reason {
             "SNAPSHOT_EXPIRED" => Reason::SnapshotExpired,
             "SNAPSHOT_ID_TAKEN" => Reason::SnapshotIdTaken,
             "SNAPSHOT_IN_USE" => Reason::SnapshotInUse,
+            "SNAPSHOT_LOST" => Reason::SnapshotLost,
             "SNAPSHOT_NOT_DURABLE" => Reason::SnapshotNotDurable,
             "SNAPSHOT_NOT_FOUND" => Reason::SnapshotNotFound,
             "SNAPSHOT_QUOTA" => Reason::SnapshotQuota,
@@ -259,6 +262,7 @@ impl Reason {
             Reason::SnapshotExpired => "SNAPSHOT_EXPIRED",
             Reason::SnapshotIdTaken => "SNAPSHOT_ID_TAKEN",
             Reason::SnapshotInUse => "SNAPSHOT_IN_USE",
+            Reason::SnapshotLost => "SNAPSHOT_LOST",
             Reason::SnapshotNotDurable => "SNAPSHOT_NOT_DURABLE",
             Reason::SnapshotNotFound => "SNAPSHOT_NOT_FOUND",
             Reason::SnapshotQuota => "SNAPSHOT_QUOTA",
@@ -286,6 +290,7 @@ impl Reason {
             Reason::SnapshotDeleted
                 | Reason::SnapshotEvicted
                 | Reason::SnapshotExpired
+                | Reason::SnapshotLost
                 | Reason::SnapshotNotDurable
                 | Reason::SnapshotNotFound
                 | Reason::SnapshotRolledBack

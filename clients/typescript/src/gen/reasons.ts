@@ -98,6 +98,8 @@ export const reasons = {
   SNAPSHOT_ID_TAKEN: { code: "ALREADY_EXISTS", gone: false },
   /** metadata: activeUses. */
   SNAPSHOT_IN_USE: { code: "FAILED_PRECONDITION", gone: false },
+  /** Was durable, and files of the server's store are missing or damaged. */
+  SNAPSHOT_LOST: { code: "NOT_FOUND", gone: true },
   /** Lost at a restart. metadata: bootId. */
   SNAPSHOT_NOT_DURABLE: { code: "NOT_FOUND", gone: true },
   /** The snapshot was never there, is somebody else's, or is gone: the handle is of no more use. */

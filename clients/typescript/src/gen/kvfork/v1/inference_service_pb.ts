@@ -136,8 +136,9 @@ export const GenerateRequestSchema: GenMessage<GenerateRequest> = /*@__PURE__*/
  * complete; where nothing can follow, the generation ends with
  * FINISH_REASON_STOP by itself. Stop strings, max_tokens and time limits still
  * cut: a text with another reason to end may be the beginning of a whole one.
- * A form that no token fits any more ends the call with INVALID_ARGUMENT
- * CONSTRAINT_FAILED.
+ * A form that no token fits any more, or whose following takes too long, ends
+ * the call with INVALID_ARGUMENT CONSTRAINT_FAILED; one that is too deep, too
+ * large or too slow to compile is refused with INVALID_ARGUMENT and its field.
  *
  * @generated from message kvfork.v1.Constraint
  */
@@ -151,7 +152,10 @@ export type Constraint = Message<"kvfork.v1.Constraint"> & {
     /**
      * A JSON Schema document, as JSON. References stay inside it. Between
      * tokens of JSON the text has no white space but single spaces and
-     * indented line ends.
+     * indented line ends. An object whose schema names its properties has
+     * each of them once at most, and no others: it is closed unless the schema
+     * opens it (additionalProperties, unevaluatedProperties). Names that an
+     * open object makes up may come twice.
      *
      * @generated from field: string json_schema = 1;
      */

@@ -101,6 +101,8 @@ public enum Reason {
   SNAPSHOT_ID_TAKEN(Status.Code.ALREADY_EXISTS, false),
   /** metadata: activeUses. */
   SNAPSHOT_IN_USE(Status.Code.FAILED_PRECONDITION, false),
+  /** Was durable, and files of the server's store are missing or damaged. */
+  SNAPSHOT_LOST(Status.Code.NOT_FOUND, true),
   /** Lost at a restart. metadata: bootId. */
   SNAPSHOT_NOT_DURABLE(Status.Code.NOT_FOUND, true),
   /** The snapshot was never there, is somebody else's, or is gone: the handle is of no more use. */
