@@ -19,6 +19,7 @@ from typing import Any
 from kvcache.media import IMAGE
 from service.errors import InvalidField
 from service.request import RawInput, TextPart, TokenPart
+from service.text.waiting import go_on
 
 Span = tuple[int, int]
 
@@ -129,6 +130,7 @@ class TextCodec:
 
     def encode_spans(self, text: str, *, continuing: bool = False) -> tuple[list[int], list[Span]]:
         """(ids, the [start, end) characters of `text` that each came from)."""
+        go_on()
         return spans_of(self._backend, text, self.guards if continuing and text else ())
 
     def encode_raw(self, raw: RawInput, *, with_parent: bool) -> list[int]:

@@ -98,6 +98,7 @@ PARTS = [
     ("temperature", {"temperature": "hot"}),
     ("temperature", {"temperature": 1e300}),
     ("logit_bias.-1", {"logit_bias": {"-1": 1}}),
+    (f"logit_bias.{'0' * 20}", {"logit_bias": {"0" * 5000: 1}}),
     ("max_tokens", {"max_tokens": 0}),
     ("stop[0]", {"stop": [3]}),
     ("top_logprobs", {"top_logprobs": 2}),

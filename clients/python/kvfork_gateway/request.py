@@ -106,7 +106,8 @@ def _sampling(fields: Fields) -> Sampling:
     bias: dict[int, float] = {}
     for name, value in (fields.object("logit_bias") or {}).items():
         at = f"logit_bias.{name[:20]}"
-        if not name.isdecimal() or not name.isascii() or int(name[:11]) >= 2**32:
+        # Python makes no number of thousands of digits; a token id has ten at most.
+        if not name.isdecimal() or not name.isascii() or len(name) > 10 or int(name) >= 2**32:
             refuse(at, "is no token id")
         bias[int(name)] = Fields({"bias": value}, at).number("bias") or 0.0
     seed = fields.whole("seed")
