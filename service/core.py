@@ -331,6 +331,11 @@ class Core:
             return {}
         return {reason.name.lower(): count for reason, count in self._rt.loaded.cache.ended.copy().items()}
 
+    def names_open(self) -> bool:
+        if self._rt.handles is not None:
+            return True
+        return self._rt.config.store_dir is None and self._rt.model_view.state is not ModelState.FAILED
+
     def engine_alive(self) -> bool:
         return self._rt.model_view.state is not ModelState.FAILED and self._rt.loop.is_alive(
             self._rt.config.watchdog_seconds

@@ -39,7 +39,7 @@ class Derivations:
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             images = self._rt.images(loaded, owner, stack)
-            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks, images=images)
+            prompt = await self._rt.prompt(loaded, owner, parent, call.input, call.marks, images=images)
             end = len(prompt.tokens)
             check_room(end, loaded.view, needs=0)
             places = mark_positions(call.marks, prompt)
@@ -103,7 +103,7 @@ class Derivations:
             prompts = []
             for i, branch in enumerate(call.branches):
                 at = f"branches[{i}].append"
-                prompt = await self._rt.prompt(loaded, parent, branch.append, at=at, images=images)
+                prompt = await self._rt.prompt(loaded, owner, parent, branch.append, at=at, images=images)
                 check_room(len(prompt.tokens), loaded.view, needs=0, at=at)
                 prompts.append(prompt)
             for branch, prompt in zip(call.branches, prompts, strict=True):
@@ -280,7 +280,7 @@ class Derivations:
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             images = self._rt.images(loaded, owner, stack)
-            prompt = await self._rt.prompt(loaded, parent, call.input, images=images, bounded=False)
+            prompt = await self._rt.prompt(loaded, owner, parent, call.input, images=images, bounded=False)
             total = len(prompt.tokens)
             lookup = loaded.cache.lookup(owner, prompt.tokens, base=parent.node if parent else None, keep=())
             try:

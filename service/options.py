@@ -173,6 +173,12 @@ OPTIONS = (
         "most calls waiting for a row; beyond it a call fails at once with RESOURCE_EXHAUSTED and a time to retry",
     ),
     Option("max_request_bytes", parse_size, "SIZE", "largest request message"),
+    Option(
+        "max_text_bytes",
+        parse_size,
+        "SIZE",
+        "most text of one input; a tokenizer takes seconds for a megabyte of it, and cannot be interrupted",
+    ),
     Option("max_images", parse_count, "N", "most images of one request; 0 takes none"),
     Option("max_image_bytes", parse_size, "SIZE", "largest image file"),
     Option(

@@ -17,7 +17,7 @@ from kvcache.media import image_positions
 from kvcache.receipt import MissReason, Usage, lost_to_grid
 from kvcache.records import FetchResult, Tier
 from kvcache.restore import disk_tokens
-from kvcache.schedule import Call, plan_calls, whole_spans
+from kvcache.schedule import Call, is_decoded, plan_calls, whole_spans
 from service.events import FinishReason, Timing
 from service.plan import Picked, Restored, RowId
 from service.recorder import Recorder
@@ -137,9 +137,21 @@ class Sequence:
         )
 
     def first_kept(self, lookup: Lookup) -> int | None:
-        """The first place behind the lookup's that the same call could begin at again, should this one not end."""
-        for call in plan_calls(lookup.position, self.prompt_tokens, self.work.keep, lookup.replay, self._whole):
-            if call.stop or call.end % BLOCK_TOKENS == 0:
+        """The first place behind the lookup's that the same call could begin at again, should this one not end.
+
+        A parent's decoded tokens, computed again, are other state than its own: none of that is found by the parent's
+        name before all of it stands.
+        """
+        base, stops = self.work.base, set(self.work.keep)
+        alike, parent_end = 0, 0  # between them, what is computed is not the parent's
+        if base is not None and lookup.position < base.end:
+            stops.add(base.end)
+            parent_end = base.end
+            alike = next((node.start for node in base.path() if is_decoded(node.schedule)), parent_end)
+        for call in plan_calls(lookup.position, self.prompt_tokens, stops, lookup.replay, self._whole):
+            if call.end == parent_end:
+                return call.end
+            if not alike < call.end < parent_end and (call.stop or call.end % BLOCK_TOKENS == 0):
                 take = self.take_at(call.end)
                 if {*take.firm, *take.passing} >= set(self._layout.kinds):
                     return call.end

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         )
         loop = _Loop(conversation, flags.images(args), as_json=args.json)
         if not args.json and sys.stdin.isatty():
-            print(f"{client.model(args.model).name.removeprefix('models/')} at {args.address}; /help for commands")
+            output.say(f"{client.model(args.model).name.removeprefix('models/')} at {args.address}; /help for commands")
         try:
             return loop.run()
         finally:
@@ -75,7 +75,7 @@ def _leave(conversation: Conversation, *, keep: bool, as_json: bool) -> None:
             if as_json:
                 output.print_json(event="kept", snapshot=snapshot)
             else:
-                print(f"kept {snapshot.name} ({snapshot.token_count:,} tokens)", file=sys.stderr)
+                output.say(f"kept {snapshot.name} ({snapshot.token_count:,} tokens)", file=sys.stderr)
         return
     with contextlib.suppress(KVForkError):  # they expire by themselves
         conversation.release()
@@ -156,9 +156,9 @@ class _Loop:
             return
         print()
         if finished.reason is not FinishReason.EOS:
-            print(f"(ended by: {finished.reason.name.lower().replace('_', ' ')})", file=sys.stderr)
+            output.say(f"(ended by: {finished.reason.name.lower().replace('_', ' ')})", file=sys.stderr)
         if kept is None:
-            print(f"(not kept: {finished.save_error_reason}; the next turn will not know it)", file=sys.stderr)
+            output.say(f"(not kept: {finished.save_error_reason}; the next turn will not know it)", file=sys.stderr)
 
     def _command(self, line: str) -> bool:
         """Carries out a /command; False to leave."""
@@ -196,7 +196,7 @@ class _Loop:
         elif result is None:
             print("back at the start")
         else:
-            print(f"back at {result.token_count:,} tokens: {result.name}")
+            output.say(f"back at {result.token_count:,} tokens: {result.name}")
             if result.usage is not None:
                 print(output.receipt(result.usage))
 
@@ -236,9 +236,9 @@ class _Loop:
                 output.print_json(event="snapshot", snapshot=snapshot)
             return
         here = self._conversation.branch.here
-        print(output.snapshot_table(snapshot.info for snapshot in made) if made else "no snapshots yet")
+        output.say(output.snapshot_table(snapshot.info for snapshot in made) if made else "no snapshots yet")
         if here is not None:
-            print(f"here: {here.name}")
+            output.say(f"here: {here.name}")
 
     def _image(self, path: str) -> None:
         from kvfork_client import Image
@@ -263,4 +263,4 @@ class _Loop:
         if self._json:
             output.print_json(event=event, text=text, **fields)
         else:
-            print(text)
+            output.say(text)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from service.limits import take_all_files
+
 _EPILOG = """\
 examples:
   kvfork serve                                    the default model on 127.0.0.1:50051
@@ -50,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # gRPC's own lines hold what strangers sent, raw, and as often as they like; what matters is in ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    take_all_files()
     _set_up_logging(config.log_level, config.log_format)
     from service import app
     from service.models import ModelError, resolve

@@ -59,6 +59,9 @@ def options(config: Config) -> list[tuple[str, int]]:
         # snapshots live in one process.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_request_bytes),
+        # No compression: core unpacks all of a message before it looks at the limit, a stranger's too, and 64 MiB on
+        # the wire can be 64 GiB. One bit: the message as it is.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_send_message_length", MAX_SEND_BYTES),
         # Clients may ping during a long prefill; the default answers that with GOAWAY.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

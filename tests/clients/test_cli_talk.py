@@ -25,7 +25,7 @@ from google.rpc import error_details_pb2 as rpc
 from grpc_health.v1 import health_pb2
 from kvfork.v1 import inference_service_pb2 as inf
 from kvfork.v1 import types_pb2 as types
-from kvfork_client import MissReason, Usage
+from kvfork_client import Delta, MissReason, Usage
 
 from service.cli import chat, flags, generate, output, snapshots, talk
 
@@ -370,6 +370,46 @@ def test_snapshots_list_is_a_table(peer: Peer, kvfork: Kvfork, capsys: pytest.Ca
     (only,) = lines(capsys.readouterr().out)
     assert only["snapshot"]["name"] == "snapshots/plan-0001"
     assert only["snapshot"]["prefix_hash"] == "78" * 8
+
+
+EVIL = "\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202eok\nplan-9999"
+HARMLESS = r"\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202eok\nplan-9999"
+
+
+def test_labels_reach_no_terminal_as_commands(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.keep("x", types.SnapshotOptions(snapshot_id="plan-0001", labels={"k": EVIL}))
+    for words in (("list",), ("get", "plan-0001")):
+        assert kvfork("snapshots", *words) == 0
+        out = capsys.readouterr().out
+        assert f"k={HARMLESS}" in out
+        assert all(c.isprintable() or c == "\n" for c in out)
+        assert kvfork("snapshots", *words, "--json") == 0
+        out = capsys.readouterr().out
+        assert all(c.isprintable() or c == "\n" for c in out)
+        assert json.loads(out)["snapshot"]["labels"] == {"k": EVIL}  # written otherwise, and the same
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_new_text_reaches_no_terminal_as_commands_and_a_pipe_as_it_is(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = stream()
+    monkeypatch.setattr(sys, "stdout", seen)
+    output.print_delta(Delta(text=EVIL + "\tend", first_position=0, token_count=1))
+    monkeypatch.undo()
+    expected = HARMLESS.replace(r"ok\n", "ok\n") if stream is Terminal else EVIL
+    assert seen.getvalue() == expected + "\tend"
+
+
+def test_errors_reach_no_terminal_as_commands(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvfork("snapshots", "get", "\x1b[2Jplan") == 1
+    err = capsys.readouterr().err
+    assert err and all(c.isprintable() or c == "\n" for c in err)
 
 
 def test_an_empty_list_says_so(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:

@@ -339,6 +339,27 @@ def test_a_try_is_refused_where_nothing_that_it_does_would_be_kept(policy: Check
     rig.settle()
 
 
+def test_behind_a_parent_whose_decoded_state_is_gone_a_try_is_begun_only_where_the_parents_own_comes_first() -> None:
+    engine = Paced()
+    rig = LoopRig(engine=engine)
+    first = rig.submit(prompt_of(600), generate=1_500, most_new_tokens=1_500, save=True)
+    rig.run()
+    (node,) = first.nodes.values()
+    rig.store.flush(0.0)
+    rig.store.trim(memory_bytes=0)
+    rig.store.trim(disk_bytes=0)
+    engine.spent()
+    tokens = [*prompt_of(600), *first.tokens, 7]
+    tries, computed = try_until(rig, engine, 9.0, tokens, base=node)
+    # The first keeps the two blocks of the prompt, which are what they were. Then 1,588 decoded tokens have no place
+    # to stop at, and they take longer than a try has.
+    assert [type(heard.end) for heard in tries] == [Failed, Failed]
+    assert isinstance(tries[1].error, DeadlineUnmet) and computed == 1_024
+    ample, computed = try_until(rig, engine, 16.0, tokens, base=node)
+    assert (len(ample), len(ample[0].tokens), computed) == (1, 2, node.end + 1 - 512)
+    rig.settle()
+
+
 def sized() -> FakeEngine:
     engine = FakeEngine(LAYOUT)
     engine.footprint = Footprint(per_token=10, weights=10_000)
