@@ -398,6 +398,23 @@ class SamplingDefaults:
     presence_penalty: float | None = None
 
 
+class CallSyntax(WireEnum):
+    """How a tool call is spelled between its marks."""
+
+    UNSPECIFIED = 0
+    JSON = 1
+    TAGS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallForm:
+    """How a model writes a tool call."""
+
+    opening: str
+    closing: str
+    syntax: CallSyntax
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """A model the server knows."""
@@ -412,6 +429,7 @@ class ModelInfo:
     trimmable: bool = False
     tells_reasoning: bool = False  # apart from the answer, by Delta.channel
     tells_tool_calls: bool = False
+    tool_call_form: ToolCallForm | None = None
     bytes_per_token: int = 0
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 

@@ -2337,6 +2337,9 @@ pub struct Model {
     /// Its tool calls are told apart: Delta.channel.
     #[prost(bool, tag = "12")]
     pub tells_tool_calls: bool,
+    /// How it writes a tool call, where its template shows one of these ways.
+    #[prost(message, optional, tag = "13")]
+    pub tool_call_form: ::core::option::Option<ToolCallForm>,
 }
 /// Nested message and enum types in `Model`.
 pub mod model {
@@ -2383,6 +2386,67 @@ pub mod model {
                 "STATE_LOADING" => Some(Self::Loading),
                 "STATE_READY" => Some(Self::Ready),
                 "STATE_FAILED" => Some(Self::Failed),
+                _ => None,
+            }
+        }
+    }
+}
+/// How a model writes a tool call. All of it is text, so that a grammar can
+/// have it.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ToolCallForm {
+    /// What opens a call.
+    #[prost(string, tag = "1")]
+    pub opening: ::prost::alloc::string::String,
+    /// What closes it.
+    #[prost(string, tag = "2")]
+    pub closing: ::prost::alloc::string::String,
+    /// What stands between, on lines of its own.
+    #[prost(enumeration = "tool_call_form::Syntax", tag = "3")]
+    pub syntax: i32,
+}
+/// Nested message and enum types in `ToolCallForm`.
+pub mod tool_call_form {
+    /// How a call is spelled.
+    #[derive(
+        Clone,
+        Copy,
+        Debug,
+        PartialEq,
+        Eq,
+        Hash,
+        PartialOrd,
+        Ord,
+        ::prost::Enumeration
+    )]
+    #[repr(i32)]
+    pub enum Syntax {
+        /// Not told.
+        Unspecified = 0,
+        /// A JSON object with "name" and "arguments".
+        Json = 1,
+        /// <function=NAME>, <parameter=NAME> with a value for each argument, and
+        /// what closes them, each on a line.
+        Tags = 2,
+    }
+    impl Syntax {
+        /// String value of the enum field names used in the ProtoBuf definition.
+        ///
+        /// The values are not transformed in any way and thus are considered stable
+        /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+        pub fn as_str_name(&self) -> &'static str {
+            match self {
+                Self::Unspecified => "SYNTAX_UNSPECIFIED",
+                Self::Json => "SYNTAX_JSON",
+                Self::Tags => "SYNTAX_TAGS",
+            }
+        }
+        /// Creates an enum from field names used in the ProtoBuf definition.
+        pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+            match value {
+                "SYNTAX_UNSPECIFIED" => Some(Self::Unspecified),
+                "SYNTAX_JSON" => Some(Self::Json),
+                "SYNTAX_TAGS" => Some(Self::Tags),
                 _ => None,
             }
         }
