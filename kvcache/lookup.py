@@ -102,7 +102,7 @@ class Matcher:
         stands = position == base.end or self._stock.restorable(base)
         reason = MissReason.NONE
         if position < base.end and not stands:
-            reason = self._why(path, position, base.end)
+            reason = self._stock.why_not(base)
         elif position < base.end:  # its logits are missing; a cut never had any
             lost = base.why_lost(RecordKind.LOGITS) or MissReason.NOT_WRITTEN
             reason = MissReason.BETWEEN_CHECKPOINTS if is_trimmed(base.schedule) else lost

@@ -44,13 +44,13 @@ class _Waiting:
     failed: FetchResult | None = None
 
     def whole(self) -> FetchResult:
-        """All records, in their order. Bytes that another row had read count as none."""
-        parts = [self.found[record] for record in self.records]
+        """All records, in their order. What another row had read comes from memory here, without a byte read."""
         own = frozenset(self.own.records if self.own is not None else ())
+        parts = [(*self.found[record], record in own) for record in self.records]
         return FetchResult(
-            payloads=[payload for payload, _, _ in parts],
-            tiers=[tier for _, tier, _ in parts],
-            sizes=[size if record in own else 0 for record, (_, _, size) in zip(self.records, parts, strict=True)],
+            payloads=[payload for payload, _, _, _ in parts],
+            tiers=[tier if mine else Tier.MEMORY for _, tier, _, mine in parts],
+            sizes=[size if mine else 0 for _, _, size, mine in parts],
         )
 
 

@@ -611,3 +611,15 @@ def test_a_root_is_one_for_each_model_and_owner(world: World) -> None:
     assert world.cache.root("a").key == root_key("model", "a")
     with pytest.raises(AssertionError):
         world.cache.add_snapshot("a", world.cache.root("a"), Keep(), parent=None)
+
+
+def test_an_evicted_cut_of_a_block_says_evicted_and_not_that_it_lies_between_checkpoints() -> None:
+    world = World(LAYOUTS["full"])
+    whole = world.run(prompt_of(700)).nodes[700]
+    cut = world.cache.cut(whole, 100)
+    assert cut is not None
+    handle = world.save(cut, "at 100")
+    world.starve()
+    lookup = world.cache.lookup("a", prompt_of(100), base=handle.node, keep=())
+    assert (lookup.position, lookup.known, lookup.miss_reason) == (0, 100, MissReason.EVICTED)
+    world.cache.release(lookup)

@@ -67,8 +67,10 @@ def test_rows_that_come_together_and_rows_that_come_meanwhile_share_reads() -> N
     assert first.keys() == {1, 3}
     assert [payload[0] for payload in first[3].payloads] == [2, 1]
     assert (first[1].bytes_from(Tier.DISK), first[3].bytes_from(Tier.DISK)) == (30, 0)  # who read counts the bytes
+    assert first[3].tiers == [Tier.MEMORY] * 2, "no tokens from the disk without a byte from it"
     second = asked.answer(1)
     assert [payload[0] for payload in second[2].payloads] == [1, 2, 4]
+    assert second[2].tiers == [Tier.MEMORY, Tier.MEMORY, Tier.DISK]
     assert second[2].bytes_from(Tier.DISK) == 10
     asked.want(4, 1)  # nothing is kept here: it is read anew
     asked.restores.start()
