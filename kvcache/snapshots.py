@@ -115,6 +115,7 @@ class Snapshot:
     images: tuple[MediaSpan, ...] = ()  # in the prefix
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
+    revision: int = 0  # how often its state was lost and came back by other calls, so with other last bits
     uses: int = 0
     recorded: bool = False  # a durable store was told of it: its end has to be told as well
     durable: bool = False  # state and name are on disk, and survive a restart

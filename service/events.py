@@ -39,6 +39,7 @@ class SnapshotView:
     exclusive_bytes: int
     instance: str
     active_uses: int
+    state_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

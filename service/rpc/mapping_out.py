@@ -194,6 +194,7 @@ def write_usage(usage: Usage) -> pb.Usage:
         diverged_at=usage.diverged_at,
         miss_reason=_MISS_REASONS[usage.miss_reason],
         grid_tokens=usage.grid_tokens,
+        state_remade=usage.remade,
     )
 
 
@@ -218,6 +219,7 @@ def write_snapshot(view: SnapshotView) -> pb.Snapshot:
         exclusive_bytes=view.exclusive_bytes,
         instance=view.instance,
         active_uses=view.active_uses,
+        state_revision=view.state_revision,
     )
 
 

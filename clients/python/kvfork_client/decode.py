@@ -80,6 +80,7 @@ def snapshot(message: types_pb.Snapshot) -> SnapshotInfo:
         exclusive_bytes=message.exclusive_bytes,
         instance=message.instance,
         active_uses=message.active_uses,
+        state_revision=message.state_revision,
     )
 
 
@@ -97,6 +98,7 @@ def usage(message: types_pb.Usage) -> Usage:
         diverged_at=message.diverged_at if _set(message, "diverged_at") else None,
         miss_reason=MissReason(int(message.miss_reason)),
         grid_tokens=message.grid_tokens,
+        state_remade=message.state_remade,
     )
 
 

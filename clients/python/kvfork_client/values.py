@@ -137,6 +137,7 @@ class SnapshotInfo:
     exclusive_bytes: int = 0  # freed if only this snapshot were deleted
     instance: str = ""
     active_uses: int = 0
+    state_revision: int = 0  # counts up when lost state came back with other last bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ class Usage:
     diverged_at: int | None = None  # first position outside every stored chain; None: it never left them
     miss_reason: MissReason = MissReason.NONE
     grid_tokens: int = 0  # of recomputed_tokens: past the last checkpoint's place, the others for lack of state
+    state_remade: bool = False  # lost state of the parent came back with other last bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
