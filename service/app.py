@@ -31,7 +31,7 @@ from service.rpc.access import Access
 from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
-from service.text.formats import detect
+from service.text.formats import call_form, detect
 from service.text.forms import FormLimits
 from service.text.tokens import TextCodec
 from service.tracing import NoTracer, otlp_tracer
@@ -101,6 +101,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             trimmable=facts.layout.trimmable,
             tells_reasoning=channels.has_reasoning,
             tells_tool_calls=channels.has_tool_calls,
+            call_form=call_form(codec, channels),
             bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
             default_top_p=1.0 if facts.top_p is None else facts.top_p,

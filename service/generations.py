@@ -57,6 +57,9 @@ class Generations:
             text, constraint = await self._rt.on_text_thread(
                 owner, lambda: _texts(loaded, call, prompt, most, room, form)
             )
+            mended = await self._rt.mend(
+                parent, images, stack, limit=call.max_recompute_tokens, priority=call.priority, deadline=deadline
+            )
             work = Work(
                 owner=owner,
                 tokens=prompt.tokens,
@@ -73,6 +76,7 @@ class Generations:
                     constraint=constraint,
                     mark_reasoning=None in places,
                 ),
+                mended=mended,
                 max_recompute_tokens=call.max_recompute_tokens,
                 progress=call.output.progress,
                 priority=call.priority,

@@ -143,7 +143,7 @@ class Opening:
 def over_limit(work: Work, lookup: Lookup) -> RecomputeLimit | None:
     """Why a work is not begun that would compute more again than its caller allows."""
     limit = work.max_recompute_tokens
-    needed = (work.base.end if work.base else lookup.known) - lookup.position
+    needed = max(work.known_tokens, work.base.end if work.base else lookup.known) - lookup.position
     if limit is None or needed <= limit:
         return None
     return RecomputeLimit.over(needed, limit, lookup.position)

@@ -229,6 +229,42 @@ class Runtime:
         emit = self.tracer.following(work, self.meter.watching(work, self._outlet.emit_to(channel)))
         return channel, self.loop.submit(work, emit)
 
+    async def mend(
+        self,
+        parent: Snapshot | None,
+        images: CallImages,
+        held: ExitStack,
+        *,
+        limit: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Usage | None:
+        """Before a call goes on from a cut whose state is lost: the block that it was cut from is computed again.
+
+        Only so does the cut come back as it was. Returns what that cost, None if nothing was to be done. The block
+        stays in use until `held` is closed. Raises RecomputeLimit beyond `limit` tokens.
+        """
+        assert self.loaded is not None
+        cache = self.loaded.cache
+        source = cache.follow_lost_source(parent.node) if parent is not None else None
+        if parent is None or source is None:
+            return None
+        held.callback(cache.unfollow, source)
+        tokens = source.all_tokens()
+        work = Work(
+            owner=parent.owner,
+            tokens=tokens,
+            images=await images.placed(tokens),
+            base=source,
+            keep=frozenset(),
+            generation=None,
+            max_recompute_tokens=limit,
+            priority=priority,
+            deadline=deadline,
+        )
+        _, usage = await self.run(work, None)
+        return usage
+
     async def run(self, work: Work, parent: Snapshot | None) -> tuple[list[NodeAt], Usage]:
         """A work without generation, to its end. Returns held nodes in order; cancelling it leaves nothing behind."""
         channel, row = self.submit(work)

@@ -171,6 +171,10 @@ class TextCodec:
         """The id of an added token by its text; None if there is none."""
         return self._added_ids_of.get(text)
 
+    def holds_special(self, text: str) -> bool:
+        """Whether `text` becomes special tokens, in part at least."""
+        return any(token in self.special_ids for token in self.encode_continuation(text))
+
     def token_bytes(self, token: int) -> bytes:
         """What `token` adds to the text: often less than a character; empty for an id without a token."""
         known = self._bytes.get(token)
