@@ -292,6 +292,18 @@ class PrefixCache(NamedSnapshots):
         with self._lock:
             return self._stock.restorable(node)
 
+    def ready(self, node: Node) -> bool:
+        """Whether a call may go on from the end of `node`, with or without input, for one token at most."""
+        with self._lock:
+            return self._places.ready(node)
+
+    def follow_lost_source(self, node: Node) -> Node | None:
+        """Of a cut whose state is lost, the block to compute again for it, followed; None: there is no such."""
+        with self._lock:
+            self._stock.forget_lost()
+            source = self._places.lost_source(node)
+            return None if source is None else self._stock.follow(source)
+
     def why_not(self, node: Node) -> MissReason:
         """Why nobody can stand at the end of `node`; NONE if one can."""
         with self._lock:

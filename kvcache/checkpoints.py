@@ -6,6 +6,9 @@ Three policies, by what happens to state at a block boundary that nobody asked f
     marks     only what a handle on the way needs; the disk sees nothing else
     off       as `marks`, and nothing goes to disk
 
+A boundary of which all layer kinds are kept is a place that a caller can stand on. Its next-token logits, one vector
+over the vocabulary, are kept with it, so that going on from it without input computes nothing.
+
 A handle needs the `full` records of all blocks before it, the `window` records that its window reaches into, and the
 `state` of its own place. Where a handle's place is not known yet (a generation that will be saved), the newest
 boundary's state is kept in memory until the next one is there: it is what an early end is named by.
@@ -88,4 +91,7 @@ def take_at(policy: CheckpointPolicy, layout: CacheLayout, end: int, *, places: 
             in_memory.append(kind)
         elif is_passing or policy is CheckpointPolicy.THROUGH:
             passing.append(kind)
+    if len(firm) + len(in_memory) + len(passing) == len(layout.kinds):
+        # They stay in memory as FULL records do, and are worth to the store what those are.
+        (firm if RecordKind.FULL in firm else passing).append(RecordKind.LOGITS)
     return Take(tuple(firm), tuple(passing), tuple(in_memory))

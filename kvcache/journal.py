@@ -277,6 +277,7 @@ def snapshot_of(note: SnapshotNote, node: Node) -> Snapshot:
         expires=note.expires,
         pinned=note.pinned,
         labels=note.labels,
+        revision=note.revision,
         recorded=True,
         durable=True,
     )

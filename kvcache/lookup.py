@@ -21,6 +21,7 @@ from kvcache.schedule import (
     continued_schedule,
     cut_by_image,
     is_decoded,
+    is_trimmed,
     prefill_schedule,
     replay_cuts,
     whole_spans,
@@ -40,6 +41,8 @@ class Lookup:
 
     miss_reason: MissReason  # why `plan` stops short of `known`
     replay: tuple[int, ...] = ()  # cuts of the parent's own run, to make again where it is computed again
+    stands: bool = True  # all state at the parent's end is stored, though its logits may be missing
+    own_until: int = 0  # of the parent: up to here its state came about by decode or a cut, which no prefill repeats
     kept: tuple[Node, ...] = ()  # places asked for that are stored already, at or before the position
 
     @property
@@ -47,9 +50,14 @@ class Lookup:
         """Tokens whose state can be restored."""
         return self.plan.position if self.plan else 0
 
+    @property
+    def as_made(self) -> bool:
+        """Whether what of the parent is to be computed comes of the very calls that made it, and so has its bits."""
+        return self.position >= self.own_until
+
     def without_state(self) -> Lookup:
         """The same, as if nothing could be read."""
-        return replace(self, plan=None, kept=(), miss_reason=MissReason.CORRUPT)
+        return replace(self, plan=None, kept=(), miss_reason=MissReason.CORRUPT, stands=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +93,27 @@ class Matcher:
         """From an explicit parent, of which `tokens` are a continuation, or from where such a run has been before."""
         path = base.path()
         replay = [cut for node in path for cut in replay_cuts(node.start, node.schedule)] + [base.end]
+        own_until = max((node.end for node in path if is_decoded(node.schedule)), default=0)
         further = self._further(tokens, base, keep)
         if further is not None:
-            return replace(further, replay=tuple(replay))
+            return replace(further, replay=tuple(replay), own_until=own_until)
         plan = self._stock.plan(path, target=base.end, more_follows=len(tokens) > base.end)
         position = plan.position if plan else 0
+        stands = position == base.end or self._stock.restorable(base)
+        reason = MissReason.NONE
+        if position < base.end and not stands:
+            reason = self._why(path, position, base.end)
+        elif position < base.end:  # its logits are missing; a cut never had any
+            lost = base.why_lost(RecordKind.LOGITS) or MissReason.NOT_WRITTEN
+            reason = MissReason.BETWEEN_CHECKPOINTS if is_trimmed(base.schedule) else lost
         return Lookup(
             plan=plan,
             known=base.end,
-            miss_reason=MissReason.NONE if position == base.end else self._why(path, position, base.end),
+            miss_reason=reason,
             replay=tuple(replay),
+            stands=stands,
+            own_until=own_until,
+            kept=(base,) if position == len(tokens) and position in keep else (),
         )
 
     def _further(self, tokens: Sequence[int], base: Node, keep: set[int]) -> Lookup | None:

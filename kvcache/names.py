@@ -24,6 +24,7 @@ from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
 from kvcache.media import MediaTag
 from kvcache.note_codec import snapshot_key
+from kvcache.origin import Origin
 from kvcache.pinned import PinnedBytes
 from kvcache.reading_notes import Whole
 from kvcache.records import RecordKind
@@ -31,7 +32,6 @@ from kvcache.snapshots import (
     GoneReason,
     LostSnapshot,
     NotDurableSnapshot,
-    Origin,
     PinnedBytesLimit,
     Snapshot,
     SnapshotBusy,
@@ -332,7 +332,10 @@ class NamedSnapshots:
                 self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
 
     def rehome(self, snapshot: Snapshot, node: Node) -> None:
-        """Lets a handle whose state was computed again stand on the new state. The tokens are the same."""
+        """Lets a handle whose state was computed again stand on the new state. The tokens are the same.
+
+        State under another key came about in another way: it is a new revision, and whoever holds the handle is told.
+        """
         with self._lock:
             if self._snapshots_gone(snapshot):
                 return
@@ -346,12 +349,14 @@ class NamedSnapshots:
             if pinned:
                 self._unpin(snapshot)
             old, snapshot.node = snapshot.node, node
+            snapshot.revision += 1
             node.holds += 1
             self.store.claim(self._stock.records_of(node))
             self.store.disclaim(self._stock.records_of(old))
             if pinned:
                 self._pin(snapshot)
             self._record_move(snapshot)
+            self._log(snapshot.owner, Change(snapshot.id, snapshot.labels, snapshot.labels))
             self._stock.unhold(old)
 
     def sweep(self) -> None:

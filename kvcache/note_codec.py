@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from kvcache.blocks import BLOCK_TOKENS, BlockKey, block_key, root_key, token_bytes, tokens_of
 from kvcache.errors import FormatError
 from kvcache.media import MediaTag
+from kvcache.origin import Origin
 from kvcache.records import KEY_BYTES
-from kvcache.snapshots import ORIGIN_LIMIT, Origin, Snapshot
+from kvcache.snapshots import ORIGIN_LIMIT, Snapshot
 from kvcache.tree import Node
 
 NODE_HEAD = struct.Struct("<32s32sHH")  # parent, node whose FULL record is read (or zero), schedule bytes, tokens
@@ -49,6 +50,7 @@ class SnapshotNote:
     expires: float
     pinned: bool
     labels: dict[str, str]
+    revision: int = 0
 
 
 def snapshot_key(fingerprint: str, owner: str, snapshot_id: str) -> bytes:
@@ -88,6 +90,7 @@ def decode_node(payload: bytes, key: BlockKey) -> NodeNote:
 
 
 def encode_snapshot(snapshot: Snapshot, fingerprint: str) -> bytes:
+    revision = {"revision": snapshot.revision} if snapshot.revision else {}
     return json.dumps(
         {
             "v": SNAPSHOT_VERSION,
@@ -103,6 +106,7 @@ def encode_snapshot(snapshot: Snapshot, fingerprint: str) -> bytes:
             "expires": snapshot.expires,
             "pinned": snapshot.pinned,
             "labels": snapshot.labels,
+            **revision,
         },
         separators=(",", ":"),
     ).encode()
@@ -118,12 +122,15 @@ def decode_snapshot(payload: bytes) -> SnapshotNote:
         numbers = [float(entry[name]) for name in ("created", "last_use", "ttl", "expires")]
         node = bytes.fromhex(entry["node"])
         pinned = entry["pinned"]
+        revision = entry.get("revision", 0)  # of a snapshot whose state is as it was made there is none
         # A note of before there were any has none: nobody else is known to share its tokens.
         origins = [Origin(call, start) for call, start in entry.get("origins") or [[entry["id"], 0]]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise FormatError(f"not a snapshot: {type(error).__name__}") from None
     if not all(isinstance(text, str) for text in texts) or not isinstance(pinned, bool) or len(node) != KEY_BYTES:
         raise FormatError("not a snapshot: a field has the wrong type")
+    if type(revision) is not int or not 0 <= revision < 1 << 32:
+        raise FormatError("not a snapshot: its revision is no number")
     starts = [origin.start for origin in origins]
     right = all(isinstance(origin.call, str) and type(origin.start) is int for origin in origins)
     if not right or len(starts) > ORIGIN_LIMIT or starts[0] < 0 or starts != sorted(set(starts)):
@@ -143,4 +150,5 @@ def decode_snapshot(payload: bytes) -> SnapshotNote:
         expires=numbers[3],
         pinned=pinned,
         labels=dict(entry["labels"]),
+        revision=revision,
     )

@@ -21,6 +21,7 @@ class SnapshotState:
     """Where a snapshot's state is at this moment."""
 
     restorable: int  # deepest position that can be restored
+    missing: int  # tokens that the dearest next use computes again, beside the last one, which no logits are kept for
     disk_tokens: int  # of them: tokens of which some layer's state is on disk
     checkpointed: int  # deepest full-block boundary that can be restored
     exclusive_bytes: int
@@ -62,6 +63,26 @@ class Places:
         if found is not None:
             found.holds += 1
         return found
+
+    def ready(self, node: Node) -> bool:
+        """Whether any call may go on from the end of `node`: with input at no cost, without it for one token at most.
+
+        That one is the price of a cut, or of decode, where every layer keeps every token and the logits are missing.
+        """
+        if not self._stock.restorable(node):
+            return False
+        cheap = self._stock.layout.trimmable and is_decoded(node.schedule)
+        return cheap or self._stock.has(RecordId(node.key, RecordKind.LOGITS))
+
+    def lost_source(self, node: Node) -> Node | None:
+        """Of a cut whose state is lost: the block that it was cut from, if prefill brings that back as it was."""
+        source = node.borrows
+        if source is None or self._stock.restorable(node):
+            return None
+        path = source.path()
+        plan = self._stock.plan(path, target=source.end, more_follows=True)
+        position = plan.position if plan else 0
+        return None if any(is_decoded(here.schedule) for here in path if here.end > position) else source
 
     def hold_base(self, node: Node, position: int) -> Node:
         """The deepest place on `node`'s path before `position` that can be restored, else the root. Held once."""
@@ -111,9 +132,15 @@ class Places:
         end = snapshot.node.end
         plan = self._stock.plan(path, target=end, more_follows=True)
         full = [node for node in path if not node.is_tail]
+        position = plan.position if plan else 0
+        missing = end - position
+        if not missing and not self.ready(snapshot.node):
+            bare = self._stock.plan(path, target=end, more_follows=False)
+            missing = end - (bare.position if bare else 0)
         grid = self._stock.plan(full, target=full[-1].end, more_follows=True) if full else None
         return SnapshotState(
-            restorable=plan.position if plan else 0,
+            restorable=position,
+            missing=missing,
             disk_tokens=self._stock.disk_tokens(plan) if plan else 0,
             checkpointed=grid.position if grid else 0,
             exclusive_bytes=self._stock.exclusive_bytes(snapshot.node),

@@ -37,6 +37,7 @@ class Usage:
     grid_tokens: int = 0  # of recomputed: past the last boundary, where no checkpoint would have been
     diverged_at: int | None = None
     miss_reason: MissReason = MissReason.NONE
+    remade: bool = False  # something of the parent was lost that came back by other calls than those that made it
 
     def __post_init__(self) -> None:
         assert self.cached_tokens + self.recomputed_tokens + self.new_tokens == self.prompt_tokens, self

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvcache.layout import CacheLayout
 from kvcache.media import ends_inside
 from kvcache.records import RecordId, RecordKind, Tier
+from kvcache.schedule import is_decoded
 from kvcache.tree import Node
 
 
@@ -92,9 +93,15 @@ def disk_tokens(plan: RestorePlan, tiers: Sequence[Tier]) -> int:
 def _plan_trimmed(
     path: Sequence[Node], layout: CacheLayout, has: Callable[[RecordId], bool], *, target: int, more_follows: bool
 ) -> RestorePlan | None:
-    """Every layer keeps every token: any position on the path can be cut to."""
+    """Every layer keeps every token: any position on the path can be cut to.
+
+    Where the logits of a place are missing, the last token is computed again. A prefilled block had them from its own
+    calls, which are made again so that the same bits come back.
+    """
     logits = not more_follows and path[-1].end == target and has(RecordId(path[-1].key, RecordKind.LOGITS))
     position = target if more_follows or logits else target - 1
+    if position < target and path[-1].end == target and not is_decoded(path[-1].schedule):
+        position = path[-1].start
     here = [node for node in path if node.start < position]
     return _plan(here, layout, position, logits=logits) if here else None
 

@@ -8,7 +8,7 @@ An image that attention sees both ways is one call with all of it: a cut that wo
 blocks' keys hold its symbols, from which its end follows, so that the schedule of a block is still a function of what
 is before it.
 
-A stop also yields next-token logits, which change no cut: a boundary that was only passed and one that was asked for
+Next-token logits change no cut: a boundary that was only passed and one that was asked for
 are the same state.
 """
 
@@ -109,6 +109,11 @@ def continued_schedule(tail: bytes, block_start: int, tail_end: int, block_end: 
 def is_decoded(schedule: bytes) -> bool:
     """Whether decode (or a trimmed block) had a part in the block: no cold prefill gives the same bits."""
     return schedule[:1] in (b"D", b"T")
+
+
+def is_trimmed(schedule: bytes) -> bool:
+    """Whether the block was cut short from a longer one: it came about without a call that ended there."""
+    return schedule[:1] == b"T"
 
 
 def replay_cuts(block_start: int, schedule: bytes) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.media import MediaSpan, MediaTag, spans_of
+from kvcache.origin import Origin
 from kvcache.tree import Node
 
 TOMBSTONE_SECONDS = 3600.0
@@ -98,17 +99,6 @@ class SnapshotBusy(SnapshotError):
         self.uses = uses
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A stretch of a prefix, from token `start` up to the next one's: the call that brought these tokens.
-
-    Equal tokens of two calls have two origins. So what came of the same computation is told from what only reads alike.
-    """
-
-    call: str
-    start: int
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Snapshot:
     """A name for the prefix that ends at `node`. The prefix never changes; the times, labels and pin may."""
@@ -125,6 +115,7 @@ class Snapshot:
     images: tuple[MediaSpan, ...] = ()  # in the prefix
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
+    revision: int = 0  # how often its state was lost and came back by other calls, so with other last bits
     uses: int = 0
     recorded: bool = False  # a durable store was told of it: its end has to be told as well
     durable: bool = False  # state and name are on disk, and survive a restart

@@ -6,8 +6,10 @@ import asyncio
 import ipaddress
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,7 @@ from service.rpc.access import Access
 from service.rpc.server import serve
 from service.runtime import Loaded
 from service.text.constraint import Grammars
-from service.text.formats import detect
+from service.text.formats import call_form, detect
 from service.text.forms import FormLimits
 from service.text.tokens import TextCodec
 from service.tracing import NoTracer, otlp_tracer
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvfork")
 
 FALLBACK_TEMPERATURE = 0.7  # where the model names none
+END_SECONDS = 5.0  # for threads to come to an end; longer ones are left behind
 QUEUE_BYTES = 256 << 20  # state on its way to disk; explicit snapshots may double it
 
 
@@ -98,6 +101,7 @@ def loader(config: Config, folder: Path, model_name: str, durable: OpenStore | N
             trimmable=facts.layout.trimmable,
             tells_reasoning=channels.has_reasoning,
             tells_tool_calls=channels.has_tool_calls,
+            call_form=call_form(codec, channels),
             bytes_per_token=facts.footprint.per_token,
             default_temperature=FALLBACK_TEMPERATURE if facts.temperature is None else facts.temperature,
             default_top_p=1.0 if facts.top_p is None else facts.top_p,
@@ -145,12 +149,14 @@ class CannotStart(Exception):
 
 
 async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Sequence[str]], None]) -> int:
-    """Serves until a signal ends it. `ready` is told each address once the model is loaded. Returns the exit code.
+    """Serves until a signal ends it. `ready` is told each address; the model is loaded behind. Returns the exit code.
 
     Raises AccessUnusable before anything else if certificates or tokens cannot be used, then StoreUnusable if there is
     an exchange key or a durable store and it cannot be read or opened; CannotStart if metrics or the inspector have no
     address to be at, TracesUnavailable without what makes traces.
     """
+    pool = ThreadPoolExecutor(thread_name_prefix="side")
+    asyncio.get_running_loop().set_default_executor(pool)
     access = Access(config)
     exchange_key = ExchangeKey(read_key_file(config.exchange_key)) if config.exchange_key is not None else None
     durable: OpenStore | None = None
@@ -166,7 +172,7 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
             metrics = await _metrics(core, config, model_name)
             inspector = await _inspector(config, access)
             inner = inspector.door if inspector is not None else None
-            code = await serve(core, config, ready=ready, access=access, inner=inner)
+            code = await serve(core, config, ready=ready, begin=core.load, access=access, inner=inner)
         finally:
             if inspector is not None:
                 await inspector.close()
@@ -177,9 +183,23 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
         await asyncio.to_thread(tracer.close)
         if durable is not None:
             durable.close()
-    if core.hangs:
-        os._exit(code)  # the interpreter's own end would take what the thread works on from under it
+    pool.shutdown(wait=False, cancel_futures=True)
+    if core.hangs or not await _threads_end(END_SECONDS):
+        # The interpreter would wait for them, or take what they work on from under them.
+        os._exit(code)
     return code
+
+
+async def _threads_end(within: float) -> bool:
+    """Whether every thread that the interpreter would wait for has ended, or does so in time."""
+    until = time.monotonic() + within
+    main = threading.main_thread()
+    while left := [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]:
+        if time.monotonic() >= until:
+            log.warning("the process ends without %s, which still work", ", ".join(left))
+            return False
+        await asyncio.sleep(0.02)
+    return True
 
 
 async def _metrics(core: Core, config: Config, model_name: str) -> MetricsServer | None:

@@ -22,6 +22,7 @@ MOST_PIXELS = 89_000_000  # beyond it the image library warns, and a picture tak
 _AT_LEAST_ONE = (
     "max_batch",
     "max_request_bytes",
+    "max_text_bytes",
     "max_image_bytes",
     "max_image_pixels",
     "form_bytes",
@@ -61,6 +62,7 @@ class Config:
     max_batch: int = 8
     max_queue: int = 64
     max_request_bytes: int = 64 * MIB
+    max_text_bytes: int = 2 * MIB
     max_images: int = 32
     max_image_bytes: int = 32 * MIB
     max_image_pixels: int = 4096 * 4096

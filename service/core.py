@@ -57,7 +57,7 @@ SWEEP_EVERY = 5.0  # seconds between looks for expired snapshots; expiry itself 
 
 
 class Core:
-    """One per process. `start` and `close` bracket its life."""
+    """One per process. `start` and `close` bracket its life; `load` comes between, when the addresses are its own."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Core:
         self.end_watches = self._watches.close
 
     async def start(self) -> None:
-        """Starts the engine thread, which begins by loading the model."""
+        """Everything but the model."""
         loop = asyncio.get_running_loop()
         outlet = Outlet(loop)
 
@@ -131,9 +131,12 @@ class Core:
             snapshot_wait=self._rt.config.snapshot_wait,
         )
         self._rt.start(engine_loop, outlet)
-        self._rt.loop.start()
         self._rt.spawn(self._sweep())
         self._rt.spawn(self._watches.look())
+
+    def load(self) -> None:
+        """Starts the engine thread, which begins by loading the model."""
+        self._rt.loop.start()
 
     def _new_scheduler(self) -> Scheduler:
         config = self._rt.config
@@ -327,6 +330,11 @@ class Core:
         if self._rt.loaded is None:
             return {}
         return {reason.name.lower(): count for reason, count in self._rt.loaded.cache.ended.copy().items()}
+
+    def names_open(self) -> bool:
+        if self._rt.handles is not None:
+            return True
+        return self._rt.config.store_dir is None and self._rt.model_view.state is not ModelState.FAILED
 
     def engine_alive(self) -> bool:
         return self._rt.model_view.state is not ModelState.FAILED and self._rt.loop.is_alive(

@@ -154,6 +154,10 @@ class Inference(Protocol):
         """Evicts state down to these sizes once, as far as pins and uses allow; None leaves a tier alone."""
         ...
 
+    def names_open(self) -> bool:
+        """Whether snapshots can be asked for: their store is open, or there are none before the model is loaded."""
+        ...
+
     def engine_alive(self) -> bool:
         """True while the model thread makes progress (or idles); what health is made of."""
         ...

@@ -39,7 +39,7 @@ class Derivations:
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             images = self._rt.images(loaded, owner, stack)
-            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks, images=images)
+            prompt = await self._rt.prompt(loaded, owner, parent, call.input, call.marks, images=images)
             end = len(prompt.tokens)
             check_room(end, loaded.view, needs=0)
             places = mark_positions(call.marks, prompt)
@@ -47,7 +47,7 @@ class Derivations:
             ends = [end, *places]
             for each, place in zip(options, ends, strict=True):
                 handles.check_id(owner, each, prompt.tokens[:place])
-            nodes, usage = await self._nodes_at(loaded, parent, prompt, frozenset(ends), owner)
+            nodes, usage = await self._nodes_at(loaded, parent, prompt, frozenset(ends), owner, images)
             wanted = [loaded.cache.hold(nodes[place]) for place in ends]
             for node in nodes.values():
                 loaded.cache.let_go(node)
@@ -57,11 +57,18 @@ class Derivations:
             return Created(snapshot=snapshot, usage=usage, marked=tuple(marked))
 
     async def _nodes_at(
-        self, loaded: Loaded, parent: Snapshot | None, prompt: Prompt, places: frozenset[int], owner: str
+        self,
+        loaded: Loaded,
+        parent: Snapshot | None,
+        prompt: Prompt,
+        places: frozenset[int],
+        owner: str,
+        images: CallImages,
     ) -> tuple[dict[int, Node], Usage]:
         """A held node for each place of the prompt; places within the parent are found, those beyond computed."""
         cache = loaded.cache
         nodes: dict[int, Node] = {}
+        held = ExitStack()
         try:
             for place in places:
                 if parent is not None and place <= parent.token_count:
@@ -79,6 +86,7 @@ class Derivations:
                 base=parent.node if parent else None,
                 keep=places - nodes.keys(),
                 generation=None,
+                mended=await self._rt.mend(parent, images, held),
             )
             events, usage = await self._rt.run(work, parent)
             lost = ""
@@ -91,6 +99,8 @@ class Derivations:
             for node in nodes.values():
                 cache.let_go(node)
             raise
+        finally:
+            held.close()
         return nodes, usage
 
     async def fork(self, call: ForkCall, owner: str) -> Forked:
@@ -103,19 +113,21 @@ class Derivations:
             prompts = []
             for i, branch in enumerate(call.branches):
                 at = f"branches[{i}].append"
-                prompt = await self._rt.prompt(loaded, parent, branch.append, at=at, images=images)
+                prompt = await self._rt.prompt(loaded, owner, parent, branch.append, at=at, images=images)
                 check_room(len(prompt.tokens), loaded.view, needs=0, at=at)
                 prompts.append(prompt)
             for branch, prompt in zip(call.branches, prompts, strict=True):
                 handles.check_id(owner, branch.options, prompt.tokens)
-            nodes, usage = await self._run_branches(loaded, parent, prompts, owner)
+            adds = any(len(prompt.tokens) > parent.token_count for prompt in prompts)
+            mended = await self._rt.mend(parent, images, stack) if adds else None
+            nodes, usage = await self._run_branches(loaded, parent, prompts, owner, mended)
             options = [branch.options for branch in call.branches]
             names = stack.enter_context(Naming(loaded, handles, owner, parent, one_line=False))
             made = await names.add_all(list(zip(nodes, options, strict=True)))
             return Forked(snapshots=tuple(handles.view(s) for s in made), usage=usage)
 
     async def _run_branches(
-        self, loaded: Loaded, parent: Snapshot, prompts: list[Prompt], owner: str
+        self, loaded: Loaded, parent: Snapshot, prompts: list[Prompt], owner: str, mended: Usage | None
     ) -> tuple[list[Node], Usage]:
         """A held node for each prompt; branches that add tokens are prefilled side by side."""
         cache = loaded.cache
@@ -128,6 +140,7 @@ class Derivations:
                 keep=frozenset({len(p.tokens)}),
                 generation=None,
                 group=f"{owner} {parent.id}",
+                mended=mended,
             )
             for p in prompts
             if len(p.tokens) > parent.token_count
@@ -173,15 +186,19 @@ class Derivations:
             if call.rounding is Rounding.EXACT:
                 handles.check_id(owner, call.options, source.node.all_tokens()[:position])
             node = cache.hold(ancestor.node) if ancestor is not None else cache.cut(source.node, position)
+            if node is not None and not cache.ready(node):
+                cache.let_go(node)  # else the next call would pay for what this one has promised
+                node = None
             if node is None and call.rounding is Rounding.DOWN:
-                stored = _stored_outside_images(cache, source, position)
-                node = cache.cut(source.node, stored) if stored else None
+                node = _nearest_ready(cache, source, position)
                 if node is None:
                     raise RecomputeLimit.over(position, 0, 0)
-                position = stored
+                position = node.end
             if node is None:
                 images = self._rt.images(loaded, owner, stack)
-                node, usage = await self._recompute(call, source, position, owner, cache, images)
+                base = cache.hold(ancestor.node) if ancestor is not None else cache.hold_base(source.node, position)
+                stack.callback(cache.let_go, base)
+                node, usage = await self._recompute(call, source, position, base, owner, cache, images)
             else:
                 usage = _untouched(cache, node)
             names = stack.enter_context(Naming(loaded, handles, owner, source))
@@ -224,31 +241,28 @@ class Derivations:
         call: RollbackCall,
         source: Snapshot,
         position: int,
+        base: Node,
         owner: str,
         cache: PrefixCache,
         images: CallImages,
     ) -> tuple[Node, Usage]:
-        """Computes the state at `position` from the deepest stored place before it."""
-        base = cache.hold_base(source.node, position)
-        try:
-            stored = base.end
-            limit = call.max_recompute_tokens
-            if limit is not None and position - stored > limit:
-                raise RecomputeLimit.over(position - stored, limit, stored)
-            tokens = source.node.all_tokens()[:position]
-            work = Work(
-                owner=owner,
-                tokens=tokens,
-                images=await images.placed(tokens),
-                base=base if base.parent is not None else None,
-                keep=frozenset({position}),
-                generation=None,
-                known_tokens=position,
-                known_reason=cache.why_recomputed(source.node, position),
-            )
-            events, usage = await self._rt.run(work, None)
-        finally:
-            cache.let_go(base)
+        """Computes the state at `position` behind `base`: the deepest stored place, or the ancestor that was named."""
+        limit = call.max_recompute_tokens
+        if limit is not None and position - base.end > limit:
+            raise RecomputeLimit.over(position - base.end, limit, base.end)
+        tokens = source.node.all_tokens()[:position]
+        work = Work(
+            owner=owner,
+            tokens=tokens,
+            images=await images.placed(tokens),
+            base=base if base.parent is not None else None,
+            keep=frozenset({position}),
+            generation=None,
+            known_tokens=position,
+            known_reason=cache.why_recomputed(source.node, position),
+            max_recompute_tokens=limit,  # what the base itself lacks is known once its turn has come
+        )
+        events, usage = await self._rt.run(work, None)
         (event,) = events
         if event.lost:
             cache.let_go(event.node)
@@ -280,7 +294,7 @@ class Derivations:
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             images = self._rt.images(loaded, owner, stack)
-            prompt = await self._rt.prompt(loaded, parent, call.input, images=images, bounded=False)
+            prompt = await self._rt.prompt(loaded, owner, parent, call.input, images=images, bounded=False)
             total = len(prompt.tokens)
             lookup = loaded.cache.lookup(owner, prompt.tokens, base=parent.node if parent else None, keep=())
             try:
@@ -330,15 +344,20 @@ class Derivations:
         )
 
 
-def _stored_outside_images(cache: PrefixCache, source: Snapshot, position: int) -> int:
-    """The deepest stored place at or before `position` that cuts no image; 0 if there is none."""
-    while position:
-        position = cache.checkpoints_before(source.node, position)
+def _nearest_ready(cache: PrefixCache, source: Snapshot, position: int) -> Node | None:
+    """The deepest place at or before `position` to go on from without compute, and that cuts no image. Held."""
+    while position := cache.checkpoints_before(source.node, position):
         inside = cut_inside(source.images, position)
-        if inside is None:
-            return position
-        position = inside.start
-    return 0
+        if inside is not None:
+            position = inside.start
+            continue
+        node = cache.cut(source.node, position)
+        if node is not None and cache.ready(node):
+            return node
+        if node is not None:
+            cache.let_go(node)
+        position -= 1
+    return None
 
 
 def _untouched(cache: PrefixCache, node: Node) -> Usage:

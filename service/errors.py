@@ -129,7 +129,7 @@ class ActiveMemory(CallError):
 
 
 class DeadlineUnmet(CallError):
-    """The call's deadline passed in the queue, or its prompt cannot be computed before it."""
+    """The call's deadline passed in the queue, or no part of its prompt could be computed and kept before it."""
 
     reason = "DEADLINE_UNMET"
 

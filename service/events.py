@@ -39,6 +39,7 @@ class SnapshotView:
     exclusive_bytes: int
     instance: str
     active_uses: int
+    state_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +317,22 @@ class ModelState(enum.Enum):
     FAILED = 3
 
 
+class CallSyntax(enum.Enum):
+    """How a tool call is spelled between its marks."""
+
+    JSON = 1
+    TAGS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a model writes a tool call; all of it is text, so that a grammar can have it."""
+
+    opening: str
+    closing: str
+    syntax: CallSyntax
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
     """A model. Everything below `state` is zero or empty until it is READY."""
@@ -330,6 +347,7 @@ class ModelView:
     vision: bool = False
     tells_reasoning: bool = False  # apart from the answer
     tells_tool_calls: bool = False
+    call_form: CallForm | None = None
     bytes_per_token: int = 0
     default_temperature: float = 0.0
     default_top_p: float = 1.0

@@ -42,7 +42,7 @@ class Generations:
         with ExitStack() as stack:
             parent = stack.enter_context(handles.using(call.parent, owner)) if call.parent else None
             images = self._rt.images(loaded, owner, stack)
-            prompt = await self._rt.prompt(loaded, parent, call.input, call.marks, images=images)
+            prompt = await self._rt.prompt(loaded, owner, parent, call.input, call.marks, images=images)
             check_room(len(prompt.tokens), loaded.view, needs=1)
             places = generation_places(call.marks, prompt, reasons=loaded.channels.has_reasoning)
             for mark, place in zip(call.marks, places, strict=True):
@@ -54,7 +54,12 @@ class Generations:
             asked = call.stopping.max_tokens
             most = asked if asked is not None else self._rt.config.default_max_tokens
             form = await loaded.grammars.open(owner, call.constraint) if call.constraint is not None else None
-            text, constraint = await self._rt.on_text_thread(lambda: _texts(loaded, call, prompt, most, room, form))
+            text, constraint = await self._rt.on_text_thread(
+                owner, lambda: _texts(loaded, call, prompt, most, room, form)
+            )
+            mended = await self._rt.mend(
+                parent, images, stack, limit=call.max_recompute_tokens, priority=call.priority, deadline=deadline
+            )
             work = Work(
                 owner=owner,
                 tokens=prompt.tokens,
@@ -71,6 +76,7 @@ class Generations:
                     constraint=constraint,
                     mark_reasoning=None in places,
                 ),
+                mended=mended,
                 max_recompute_tokens=call.max_recompute_tokens,
                 progress=call.output.progress,
                 priority=call.priority,

@@ -232,10 +232,9 @@ class Handles:
 
     def view(self, snapshot: Snapshot) -> SnapshotView:
         state = self._cache.state_of(snapshot)
-        missing = snapshot.token_count - state.restorable
-        if missing >= BLOCK_TOKENS or state.restorable == 0:
+        if state.missing >= BLOCK_TOKENS or state.restorable == 0:
             residency = Residency.TOKENS
-        elif missing or state.disk_tokens:
+        elif state.missing or state.disk_tokens:
             residency = Residency.DISK
         else:
             residency = Residency.MEMORY
@@ -258,4 +257,5 @@ class Handles:
             exclusive_bytes=state.exclusive_bytes,
             instance=self._instance,
             active_uses=snapshot.uses,
+            state_revision=snapshot.revision,
         )

@@ -104,6 +104,8 @@ class EngineLoop:
 
     def close(self, patience: float | None = None) -> bool:
         """Ends the thread; running works fail. False if it has not come back within `patience` seconds."""
+        if self._thread.ident is None:
+            return True  # it was never started
         self._post(None)
         self._thread.join(patience)
         if self._thread.is_alive():

@@ -56,7 +56,7 @@ class Opening:
         seq.admitted = self._clock()
         work = seq.work
         lookup = self._cache.lookup(work.owner, work.tokens, base=work.base, keep=work.keep)
-        over = over_limit(work, lookup) or too_late(work, lookup, self._totals.prefill_pace, seq.admitted)
+        over = over_limit(work, lookup) or too_late(seq, lookup, self._totals.prefill_pace, seq.admitted)
         if over is not None:
             self._cache.release(lookup)
             self._rows.end(row, Failed(over))
@@ -143,23 +143,28 @@ class Opening:
 def over_limit(work: Work, lookup: Lookup) -> RecomputeLimit | None:
     """Why a work is not begun that would compute more again than its caller allows."""
     limit = work.max_recompute_tokens
-    needed = (work.base.end if work.base else lookup.known) - lookup.position
+    needed = max(work.known_tokens, work.base.end if work.base else lookup.known) - lookup.position
     if limit is None or needed <= limit:
         return None
     return RecomputeLimit.over(needed, limit, lookup.position)
 
 
-def too_late(work: Work, lookup: Lookup, pace: float, now: float) -> DeadlineUnmet | None:
-    """Why a work is not begun that cannot end in time, unless what is done of it is kept.
+def too_late(seq: Sequence, lookup: Lookup, pace: float, now: float) -> DeadlineUnmet | None:
+    """Why a work is not begun that cannot end in time, where nothing that is done of it would be kept.
 
+    Where a place is reached in time that is kept, the same call made again begins there, and so comes to its end.
     `pace`: seconds a token, the best that was seen.
     """
-    generation = work.generation
-    if work.deadline is None or (generation is not None and generation.save_on_cancel):
+    work = seq.work
+    if work.deadline is None or (work.generation is not None and work.generation.save_on_cancel):
         return None
     needed, left = (len(work.tokens) - lookup.position) * pace, work.deadline - now
     if needed < left:
         return None
+    kept = seq.first_kept(lookup)
+    if kept is not None and (kept - lookup.position) * pace < left:
+        return None
     facts = {"neededSeconds": f"{needed:.3f}", "leftSeconds": f"{max(0.0, left):.3f}"}
     hint = "allow more time, or go on from a snapshot"
-    return DeadlineUnmet("the prompt cannot be computed before the deadline", hint=hint, metadata=facts)
+    message = "the prompt cannot be computed before the deadline, nor any part of it that would be kept"
+    return DeadlineUnmet(message, hint=hint, metadata=facts)

@@ -173,6 +173,12 @@ OPTIONS = (
         "most calls waiting for a row; beyond it a call fails at once with RESOURCE_EXHAUSTED and a time to retry",
     ),
     Option("max_request_bytes", parse_size, "SIZE", "largest request message"),
+    Option(
+        "max_text_bytes",
+        parse_size,
+        "SIZE",
+        "most text of one input; a tokenizer takes seconds for a megabyte of it, and cannot be interrupted",
+    ),
     Option("max_images", parse_count, "N", "most images of one request; 0 takes none"),
     Option("max_image_bytes", parse_size, "SIZE", "largest image file"),
     Option(
@@ -464,8 +470,8 @@ def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
 
 
 def default_memory_bytes() -> int:
-    """A quarter of the machine's memory: the rest is the model's, its working caches' and other people's."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    """A quarter of the machine's memory, whole MiB: the rest is the model's, its working caches' and other people's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // MIB * MIB
 
 
 def default_disk_bytes(where: object) -> int:
@@ -477,7 +483,7 @@ def default_disk_bytes(where: object) -> int:
     own = sum(file.stat().st_size for file in folder.glob("segments/*.kv"))
     while not folder.exists():
         folder = folder.parent
-    return min(64 * GIB, (shutil.disk_usage(folder).free + own) // 4)
+    return min(64 * GIB, (shutil.disk_usage(folder).free + own) // 4 // MIB * MIB)
 
 
 def default_scratch_dir() -> Path:
@@ -507,8 +513,8 @@ def shown(name: str, value: object) -> str:
         return value.value
     if isinstance(value, float):
         return f"{value:g}s"
-    if name in _SIZES and isinstance(value, int) and value >= MIB and value % MIB == 0:
-        return f"{value // MIB}MiB"
+    if name in _SIZES and isinstance(value, int):
+        return f"{value / MIB:.20f}".rstrip("0").rstrip(".") + "MiB"  # twenty places tell every byte
     if isinstance(value, tuple):
         return ",".join(str(part) for part in value) or "none"
     return "none" if value is None or value == "" else str(value)

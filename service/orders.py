@@ -71,7 +71,8 @@ class _Making:
             return
         seq.recorder.called(call.end)
         capture, passed = self._capture(seq, call.end), self._passed(seq, call)
-        self.prefill.append(Prefill(row=seq.row, tokens=tokens, logits=call.stop, capture=capture, passed=passed))
+        logits = call.stop or (capture is not None and RecordKind.LOGITS in capture.kinds)
+        self.prefill.append(Prefill(row=seq.row, tokens=tokens, logits=logits, capture=capture, passed=passed))
 
     def last_call(self, seq: Sequence) -> None:
         """The last token of a row that is saved."""
@@ -94,7 +95,7 @@ class _Making:
         if not asked and end % BLOCK_TOKENS:
             return None
         take = self.takes[seq.row] = seq.take_at(end, final=final)
-        return seq.recorder.capture(end, logits=asked, kinds=take.kinds)
+        return seq.recorder.capture(end, logits=RecordKind.LOGITS in take.kinds, kinds=take.kinds)
 
     def _passed(self, seq: Sequence, call: Call) -> tuple[Capture, ...]:
         """The blocks that end inside the call, where an image is that must be whole. No run can begin there."""

@@ -152,17 +152,22 @@ def check_token_ids(parts: Sequence[Part], model: ModelView, at: str) -> None:
                 raise InvalidField.at(f"{at}.parts[{p}].tokens.ids[{i}]", text)
 
 
-def refuse_hopeless(codec: TextCodec, model: ModelView, context_tokens: int, given: Input | None, at: str) -> None:
-    """Refuses text that cannot fit, however it is tokenized, before a tokenizer spends minutes on it."""
+def refuse_long_text(
+    codec: TextCodec, model: ModelView, context_tokens: int, given: Input | None, at: str, *, most: int, fits: bool
+) -> None:
+    """Refuses text before a tokenizer spends minutes on it: more than `most` bytes, and with `fits` what the context
+    cannot hold, however it is tokenized."""
     if given is None:
         return
     groups = [given.parts] if isinstance(given, RawInput) else [message.parts for message in given.messages]
     size = sum(len(part.text.encode()) for parts in groups for part in parts if isinstance(part, TextPart))
     least = context_tokens + size // codec.longest_token_bytes
-    if least > model.context_tokens:
+    if fits and least > model.context_tokens:
         facts = {"promptTokens": f">={least}", "contextTokens": str(model.context_tokens)}
         text = f"has {size:,} bytes of text, at least {least:,} tokens; the model takes {model.context_tokens:,}"
         raise InvalidField.at(at, text, reason="CONTEXT_OVERFLOW", metadata=facts)
+    if size > most:
+        raise InvalidField.at(at, f"has {size:,} bytes of text; the server takes {most:,} at a time")
 
 
 def check_room(prompt_tokens: int, model: ModelView, *, needs: int, at: str = "input") -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -40,16 +39,17 @@ from service.metering import Meter
 from service.outbox import Channel, Outlet
 from service.plan import RowId
 from service.request import Input, Mark
-from service.resolve import Prompt, refuse_hopeless, resolve_prompt
+from service.resolve import Prompt, refuse_long_text, resolve_prompt
 from service.text.constraint import Grammars
 from service.text.formats import Format
 from service.text.tokens import TextCodec
+from service.text_threads import TextThreads
 from service.tracing import Tracer
 from service.work import Ended, Failed, NodeAt, Work
 
 CANCEL_SECONDS = 0.25  # how late a cancel may reach the server after a look that followed it
 SAVING_SECONDS = 10.0  # one step and one fsync are far below
-TEXT_THREADS = 4  # the tokenizer lets go of the GIL; one caller's megabytes must not hold up the others' words
+TEXT_THREADS = 4
 
 T = TypeVar("T")
 
@@ -105,7 +105,8 @@ class Runtime:
         self.loop: EngineLoop  # set by start
         self._outlet: Outlet
         self._background: set[asyncio.Task[None]] = set()
-        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        # Where there are several owners, none has every thread.
+        self._texts = TextThreads(TEXT_THREADS, share=TEXT_THREADS - config.authenticates)
 
     def start(self, loop: EngineLoop, outlet: Outlet) -> None:
         """Both ends of the way to the engine thread."""
@@ -115,7 +116,7 @@ class Runtime:
         """Ends what runs in the background on the event loop."""
         for task in list(self._background):
             task.cancel()
-        self._text_threads.shutdown(wait=False)
+        self._texts.close()
         self._images.close()
 
     async def until_named(self, owner: str, name: str) -> None:
@@ -184,12 +185,13 @@ class Runtime:
             return EngineDown(f"{name} could not be loaded", hint="see the server's log", retry_after=5.0)
         return ModelLoading(f"{name} is being loaded", metadata={"model": name}, retry_after=1.0)
 
-    async def on_text_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
+    async def on_text_thread(self, owner: str, work: Callable[[], T]) -> T:
+        return await self._texts.run(owner, work)
 
     async def prompt(
         self,
         loaded: Loaded,
+        owner: str,
         parent: Snapshot | None,
         given: Input | None,
         marks: Sequence[Mark] = (),
@@ -200,8 +202,8 @@ class Runtime:
     ) -> Prompt:
         """The parent's tokens and what `given` adds, tokenized on a text thread; `bounded`: it must fit the context."""
         context = parent.node.all_tokens() if parent else ()
-        if bounded:
-            refuse_hopeless(loaded.codec, loaded.view, len(context), given, at)
+        most = self.config.max_text_bytes
+        refuse_long_text(loaded.codec, loaded.view, len(context), given, at, most=most, fits=bounded)
         pictures = await images.take(given, at)
 
         def resolve() -> Prompt:
@@ -209,7 +211,7 @@ class Runtime:
                 loaded.codec, loaded.view, context, given, marks, at, form=loaded.preparer, pictures=pictures
             )
 
-        prompt = await self.on_text_thread(resolve)
+        prompt = await self.on_text_thread(owner, resolve)
         return replace(prompt, images=await images.placed(prompt.tokens))
 
     def images(self, loaded: Loaded, owner: str, held: ExitStack) -> CallImages:
@@ -226,6 +228,42 @@ class Runtime:
         channel = Channel(self.loaded.cache.let_go)
         emit = self.tracer.following(work, self.meter.watching(work, self._outlet.emit_to(channel)))
         return channel, self.loop.submit(work, emit)
+
+    async def mend(
+        self,
+        parent: Snapshot | None,
+        images: CallImages,
+        held: ExitStack,
+        *,
+        limit: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Usage | None:
+        """Before a call goes on from a cut whose state is lost: the block that it was cut from is computed again.
+
+        Only so does the cut come back as it was. Returns what that cost, None if nothing was to be done. The block
+        stays in use until `held` is closed. Raises RecomputeLimit beyond `limit` tokens.
+        """
+        assert self.loaded is not None
+        cache = self.loaded.cache
+        source = cache.follow_lost_source(parent.node) if parent is not None else None
+        if parent is None or source is None:
+            return None
+        held.callback(cache.unfollow, source)
+        tokens = source.all_tokens()
+        work = Work(
+            owner=parent.owner,
+            tokens=tokens,
+            images=await images.placed(tokens),
+            base=source,
+            keep=frozenset(),
+            generation=None,
+            max_recompute_tokens=limit,
+            priority=priority,
+            deadline=deadline,
+        )
+        _, usage = await self.run(work, None)
+        return usage
 
     async def run(self, work: Work, parent: Snapshot | None) -> tuple[list[NodeAt], Usage]:
         """A work without generation, to its end. Returns held nodes in order; cancelling it leaves nothing behind."""

@@ -10,13 +10,14 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcache.blocks import BLOCK_TOKENS
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.checkpoints import Take, take_at
 from kvcache.media import image_positions
 from kvcache.receipt import MissReason, Usage, lost_to_grid
-from kvcache.records import FetchResult, Tier
+from kvcache.records import FetchResult, RecordKind, Tier
 from kvcache.restore import disk_tokens
-from kvcache.schedule import Call, plan_calls, whole_spans
+from kvcache.schedule import Call, is_decoded, is_trimmed, plan_calls, whole_spans
 from service.events import FinishReason, Timing
 from service.plan import Picked, Restored, RowId
 from service.recorder import Recorder
@@ -128,12 +129,33 @@ class Sequence:
         Asked once for each place, before the step that reaches it.
         """
         if final or self.asked_at(end):
-            return Take(self._layout.kinds)
+            return Take((*self._layout.kinds, RecordKind.LOGITS))
         base = self.work.base
         places = [*self.work.keep, base.end] if self.rehomes and base is not None else self.work.keep
         return take_at(
             self._policy, self._layout, end, places=places, open_end=self.keeps_state or self._marks_reasoning
         )
+
+    def first_kept(self, lookup: Lookup) -> int | None:
+        """The first place behind the lookup's that the same call could begin at again, should this one not end.
+
+        A parent's decoded tokens, computed again, are other state than its own: none of that is found by the parent's
+        name before all of it stands.
+        """
+        base, stops = self.work.base, set(self.work.keep)
+        alike, parent_end = 0, 0  # between them, what is computed is not the parent's
+        if base is not None and lookup.position < base.end:
+            stops.add(base.end)
+            parent_end = base.end
+            alike = next((node.start for node in base.path() if is_decoded(node.schedule)), parent_end)
+        for call in plan_calls(lookup.position, self.prompt_tokens, stops, lookup.replay, self._whole):
+            if call.end == parent_end:
+                return call.end
+            if not alike < call.end < parent_end and (call.stop or call.end % BLOCK_TOKENS == 0):
+                take = self.take_at(call.end)
+                if {*take.firm, *take.passing} >= set(self._layout.kinds):
+                    return call.end
+        return None
 
     def found(self, lookup: Lookup, read: FetchResult | None) -> list[Call]:
         """The lookup's records have been read (or none were needed): what is left to call."""
@@ -174,9 +196,22 @@ class Sequence:
 
     @property
     def rehomes(self) -> bool:
-        """The parent's own state was lost and is computed again on the way."""
-        base = self.work.base
-        return base is not None and self.lookup is not None and self.lookup.position < base.end <= self.prompt_tokens
+        """The parent's own state was lost and is computed again on the way.
+
+        State that is there stays the parent's: what is computed beside it, for want of logits, serves this call alone.
+        """
+        base, lookup = self.work.base, self.lookup
+        if base is None or lookup is None or not lookup.position < base.end <= self.prompt_tokens:
+            return False
+        return lookup.as_made or not lookup.stands
+
+    @property
+    def remakes(self) -> bool:
+        """Of the parent's state or logits something was lost that comes back in other last bits only."""
+        base, lookup = self.work.base, self.lookup
+        if base is None or lookup is None or lookup.position >= base.end or lookup.as_made:
+            return False
+        return not (lookup.stands and is_trimmed(base.schedule))  # a cut had no logits ever
 
     def picked(self, pick: Picked, now: float) -> Piece:
         """The row has its next token; what that makes of the text, which is said already."""
@@ -211,27 +246,33 @@ class Sequence:
         # A prefill that was stopped has a receipt for what it did.
         done = min(self.position, self.prompt_tokens)
         known = min(max(lookup.known, self.work.known_tokens), done)
-        recomputed = known - lookup.position
+        position, disk, disk_bytes = lookup.position, self._disk_tokens, self._disk_bytes
+        mended = self.work.mended
+        if mended is not None:  # what was restored from there on was computed for this very call
+            position, disk = min(position, mended.cached_tokens), mended.disk_tokens
+            disk_bytes += mended.disk_bytes_read
+        recomputed = known - position
         base = self.work.base
-        grid = lost_to_grid(lookup.position, known, kept=base.end if base is not None else 0)
+        grid = lost_to_grid(position, known, kept=base.end if base is not None else 0)
         return Usage(
             prompt_tokens=done,
-            cached_tokens=lookup.position,
+            cached_tokens=position,
             recomputed_tokens=recomputed,
             new_tokens=done - known,
             image_tokens=image_positions(self.tokens[:done]),
             completion_tokens=self.completion,
-            memory_tokens=lookup.position - self._disk_tokens,
-            disk_tokens=self._disk_tokens,
-            disk_bytes_read=self._disk_bytes,
+            memory_tokens=position - disk,
+            disk_tokens=disk,
+            disk_bytes_read=disk_bytes,
             grid_tokens=grid,
             diverged_at=known if known < done else None,
             miss_reason=self._miss_reason(lookup, lacked=recomputed - grid) if recomputed else MissReason.NONE,
+            remade=self.remakes and recomputed > 0,
         )
 
     def _miss_reason(self, lookup: Lookup, lacked: int) -> MissReason:
         """Why what was known had to be computed again; a rollback's cut between kept places is nobody's loss."""
-        reason = lookup.miss_reason
+        reason = lookup.miss_reason if self.work.mended is None else self.work.mended.miss_reason
         if reason is MissReason.NONE and lacked:
             reason = self.work.known_reason
         return MissReason.BETWEEN_CHECKPOINTS if reason is MissReason.NONE else reason

@@ -57,6 +57,7 @@ class Work:
     images: tuple[WorkImage, ...] = ()  # all that `tokens` hold, in order
     known_tokens: int = 0  # of `tokens`: computed once before, as the submitter knows; more than `base` may tell
     known_reason: MissReason = MissReason.NONE  # why no state stands at `known_tokens`, beyond the grid
+    mended: Usage | None = None  # what computing the base's state again has cost just before, if it was lost
     max_recompute_tokens: int | None = None
     progress: bool = False
     priority: int = 0

@@ -90,6 +90,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         "max_batch": "3",
         "max_queue": "4",
         "max_request_bytes": "5MiB",
+        "max_text_bytes": "32MiB",
         "form_seconds": "29s",
         "form_bytes": "30MiB",
         "mask_seconds": "31s",
@@ -154,6 +155,7 @@ def test_every_setting_has_a_flag_and_a_variable_that_reach_it():
         max_batch=3,
         max_queue=4,
         max_request_bytes=5 * MIB,
+        max_text_bytes=32 * MIB,
         form_seconds=29.0,
         form_bytes=30 * MIB,
         mask_seconds=31.0,
@@ -401,10 +403,27 @@ def test_settings_that_make_no_sense_are_refused_by_name(setting):
 
 def test_budgets_come_from_the_machine_unless_given(tmp_path: Path):
     config = configured("--store-dir", str(tmp_path / "not" / "there" / "yet"))
-    assert config.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    assert config.memory_bytes == quarter - quarter % MIB
     assert 0 < config.disk_bytes <= 64 * GIB
     assert configured("--memory-bytes", "1GiB", "--disk-bytes", "0").memory_bytes == GIB
     assert configured().scratch_dir.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0MiB"),
+        (64 * MIB, "64MiB"),
+        (4 * GIB, "4096MiB"),
+        (6_319_128_576, "6026.390625MiB"),
+        (1, "0.00000095367431640625MiB"),
+        (2**50 + 1, "1073741824.00000095367431640625MiB"),
+    ],
+)
+def test_sizes_are_shown_in_one_form_which_tells_every_byte(size: int, text: str) -> None:
+    assert options.shown("memory_bytes", size) == text
+    assert options.parse_size(text) == size
 
 
 def test_help_tells_every_flag_variable_and_default(capsys):

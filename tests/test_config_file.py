@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tomllib
 from pathlib import Path
 
@@ -115,6 +116,9 @@ def test_config_show_prints_a_file_with_every_source_and_no_secret(
     assert "SECRET" not in shown
     lines = {line.partition(" =")[0].lstrip("#"): line for line in shown.splitlines()}
     assert set(lines) == {option.key for option in OPTIONS}
+    sizes = [line.split(" # ")[0].strip() for name, line in lines.items() if name.endswith("bytes")]
+    assert len(sizes) >= 7
+    assert all(re.fullmatch(r'(\S+ = "\d+(\.\d+)?MiB"|#\S+ = "")', size) for size in sizes), sizes
     assert lines["max-batch"].split() == ["max-batch", "=", "3", "#", str(file)]
     assert lines["max-queue"].split() == ["max-queue", "=", "7", "#", "--max-queue"]
     assert lines["token-command"].split() == ["#token-command", "=", '"***"', "#", "KVFORK_TOKEN_COMMAND"]

@@ -86,7 +86,7 @@ def test_the_container_starts_a_server_and_is_asked_for_its_health_where_it_list
     assert config.address == "" and str(config.unix_socket) == "/run/kvfork/socket"
     assert found["STOPSIGNAL"] == "SIGTERM" and found["USER"] != "root"
     probe = json.loads(found["HEALTHCHECK"].partition("CMD ")[2])
-    assert probe == ["kvfork", "health", "--address", f"unix:{config.unix_socket}"]
+    assert probe == ["kvfork", "health", "--live", "--address", f"unix:{config.unix_socket}"]
     for source in re.findall(r"^COPY (.+) \S+$", (UNITS / "Containerfile").read_text(), re.MULTILINE):
         assert all((ROOT / name).exists() for name in source.split()), source
     refuse_unknown_variables(dict([found["ENV"].split("=", 1)]))

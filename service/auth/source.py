@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.auth.files import read_file
 from service.auth.tokens import TokensUnusable, TokenTable, parse_tokens
 
 COMMAND_SECONDS = 60.0
@@ -45,15 +46,11 @@ class TokenSource:
             return parse_tokens(_output(self.command), self.name)
         self._stamp = _stamp_of(self.file)  # before the content: a change in between is seen at the next look
         try:
-            with self.file.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                if mode & 0o022:
-                    raise TokensUnusable(
-                        f"{self.name} can be changed by others (mode {mode & 0o777:04o}): chmod 600 it first"
-                    )
-                data = file.read(MAX_BYTES + 1)
+            data, mode = read_file(self.file, MAX_BYTES + 1)
         except OSError as error:
             raise TokensUnusable(f"{self.name} cannot be read: {error.strerror or error}") from None
+        if mode & 0o022:
+            raise TokensUnusable(f"{self.name} can be changed by others (mode {mode & 0o777:04o}): chmod 600 it first")
         return parse_tokens(_text(data, self.name), self.name)
 
 

@@ -56,7 +56,8 @@ def digest_of(token: str) -> bytes:
 def parse_tokens(text: str, what: str) -> TokenTable:
     """The table that `text` writes down; `what` names it in errors. Raises TokensUnusable."""
     lines: list[TokenLine] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Python's own idea of a line ends it at eight other characters too, of which a comment may have any.
+    for number, line in enumerate(text.split("\n"), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from service.extras import install
+from service.limits import no_core_dumps
 
 _COMMANDS = ("serve", "talk", "gateway", "models", "store", "token", "config", "doctor", "demo")
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
+    no_core_dumps()
     try:
         return int(args.run(args))
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from service.cli import flags, output
-from service.cli.conversation import Conversation, NothingSaid
+from service.cli.conversation import Conversation, NothingSaid, Reply
 from service.cli.interrupt import stop_on_interrupt
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 in the chat:
-  /fork N      make N new branches from here; you stay where you are
-  /use K       go to branch K
-  /back        roll back to before the last turn
+  /fork N      answer what you said last N more times, each answer in a branch of its own
+  /use K       go on with the answer of branch K
+  /back        roll back to before the last turn; /fork N then answers it N ways
   /snapshots   the states this chat keeps
   /image FILE  put a picture before what you say next
   /receipt     what the last answer cost
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         )
         loop = _Loop(conversation, flags.images(args), as_json=args.json)
         if not args.json and sys.stdin.isatty():
-            print(f"{client.model(args.model).name.removeprefix('models/')} at {args.address}; /help for commands")
+            output.say(f"{client.model(args.model).name.removeprefix('models/')} at {args.address}; /help for commands")
         try:
             return loop.run()
         finally:
@@ -75,7 +75,7 @@ def _leave(conversation: Conversation, *, keep: bool, as_json: bool) -> None:
             if as_json:
                 output.print_json(event="kept", snapshot=snapshot)
             else:
-                print(f"kept {snapshot.name} ({snapshot.token_count:,} tokens)", file=sys.stderr)
+                output.say(f"kept {snapshot.name} ({snapshot.token_count:,} tokens)", file=sys.stderr)
         return
     with contextlib.suppress(KVForkError):  # they expire by themselves
         conversation.release()
@@ -127,10 +127,14 @@ class _Loop:
         return None
 
     def _turn(self, text: str) -> None:
-        from kvfork_client import Delta, FinishReason
-
         reply = self._conversation.say(text, self._images)
         self._images = []
+        self._answer(reply)
+
+    def _answer(self, reply: Reply) -> None:
+        """Shows an answer as it comes, and keeps it."""
+        from kvfork_client import Delta, FinishReason
+
         self._last = reply.generation
         with reply.generation, stop_on_interrupt(reply.generation):
             for event in reply.events:
@@ -142,7 +146,7 @@ class _Loop:
         if self._json:
             output.print_json(
                 event="turn",
-                branch=self._conversation.current + 1,
+                branch=self._conversation.number(reply.branch),
                 text=reply.generation.text,
                 reason=finished.reason,
                 snapshot=finished.snapshot,
@@ -152,9 +156,9 @@ class _Loop:
             return
         print()
         if finished.reason is not FinishReason.EOS:
-            print(f"(ended by: {finished.reason.name.lower().replace('_', ' ')})", file=sys.stderr)
+            output.say(f"(ended by: {finished.reason.name.lower().replace('_', ' ')})", file=sys.stderr)
         if kept is None:
-            print(f"(not kept: {finished.save_error_reason}; the next turn will not know it)", file=sys.stderr)
+            output.say(f"(not kept: {finished.save_error_reason}; the next turn will not know it)", file=sys.stderr)
 
     def _command(self, line: str) -> bool:
         """Carries out a /command; False to leave."""
@@ -192,7 +196,7 @@ class _Loop:
         elif result is None:
             print("back at the start")
         else:
-            print(f"back at {result.token_count:,} tokens: {result.name}")
+            output.say(f"back at {result.token_count:,} tokens: {result.name}")
             if result.usage is not None:
                 print(output.receipt(result.usage))
 
@@ -200,19 +204,21 @@ class _Loop:
         if not text.isdigit() or int(text) < 1:
             self._say("/fork takes a number: /fork 3", event="error")
             return
-        first = len(self._conversation.branches) + 1
+        count = int(text)
         try:
-            children = self._conversation.fork(int(text))
+            replies = self._conversation.again(count)
         except NothingSaid:
-            self._say("nothing to fork yet: say something first", event="error")
+            self._say("nothing to answer yet: say something first", event="error")
             return
-        for number, child in enumerate(children, start=first):
-            if self._json:
-                output.print_json(event="branch", branch=number, snapshot=child)
-            else:
-                print(f"branch {number}: {child.name} ({child.token_count:,} tokens)")
+        with contextlib.ExitStack() as running:  # one that is not shown to its end is not computed to its end
+            for reply in replies:
+                running.enter_context(reply.generation)
+            for number, reply in enumerate(replies, start=1):
+                if not self._json:
+                    print(f"── answer {number} of {count}: branch {self._conversation.number(reply.branch)} ──")
+                self._answer(reply)
         if not self._json:
-            print(f"you are on branch {self._conversation.current + 1}; /use K goes to another")
+            print(f"you are on branch {self._conversation.current + 1}; /use K goes on with another")
 
     def _use(self, text: str) -> None:
         try:
@@ -230,9 +236,9 @@ class _Loop:
                 output.print_json(event="snapshot", snapshot=snapshot)
             return
         here = self._conversation.branch.here
-        print(output.snapshot_table(snapshot.info for snapshot in made) if made else "no snapshots yet")
+        output.say(output.snapshot_table(snapshot.info for snapshot in made) if made else "no snapshots yet")
         if here is not None:
-            print(f"here: {here.name}")
+            output.say(f"here: {here.name}")
 
     def _image(self, path: str) -> None:
         from kvfork_client import Image
@@ -257,4 +263,4 @@ class _Loop:
         if self._json:
             output.print_json(event=event, text=text, **fields)
         else:
-            print(text)
+            output.say(text)

@@ -29,11 +29,12 @@ class Turn:
     images: tuple[Image, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Branch:
-    """One line of the conversation."""
+    """One line of the conversation. `taken_back`: the turn that was rolled back last, if nothing was said since."""
 
     turns: list[Turn] = field(default_factory=list)
+    taken_back: Turn | None = None
 
     @property
     def here(self) -> Snapshot | None:
@@ -42,8 +43,9 @@ class Branch:
 
 @dataclass(slots=True)
 class Reply:
-    """A turn under way: read `events` to the end, then hand it to `Conversation.finish`."""
+    """A turn under way in a branch: read `events` to the end, then hand it to `Conversation.finish`."""
 
+    branch: Branch
     user: str
     generation: Generation
     events: Iterator[Event]
@@ -52,7 +54,7 @@ class Reply:
 
 
 class NothingSaid(Exception):
-    """There is no turn to fork or to roll back."""
+    """There is no turn to answer again or to roll back."""
 
 
 class Conversation:
@@ -90,6 +92,10 @@ class Conversation:
     def branch(self) -> Branch:
         return self.branches[self.current]
 
+    def number(self, branch: Branch) -> int:
+        """A branch's number, from 1; that of one under way is the next."""
+        return self.branches.index(branch) + 1 if branch in self.branches else len(self.branches) + 1
+
     @property
     def made(self) -> list[Snapshot]:
         """Snapshots of this chat that were not given up, oldest first."""
@@ -97,8 +103,41 @@ class Conversation:
 
     def say(self, text: str, images: Sequence[Image] = ()) -> Reply:
         """Starts the answer to `text` behind `images`; returns once the server has admitted it. Raises KVForkError."""
-        here = self.branch.here or self._root
-        attempts = self._attempts(text, images)
+        return self._start(self.branch, text, images, self._sampling)
+
+    def again(self, count: int) -> list[Reply]:
+        """Starts that many answers to what was said last, each in a branch of its own; the branch here stays as it is.
+
+        What was rolled back last counts as said last, and the first answer to it goes on from here. Raises NothingSaid
+        where nothing was said, KVForkError as `say` does.
+        """
+        here = self.branch
+        last = here.taken_back or (here.turns[-1] if here.turns else None)
+        if last is None:
+            raise NothingSaid
+        before = here.turns if here.taken_back else here.turns[:-1]
+        branches = [Branch([*before]) for _ in range(count)]
+        if here.taken_back:
+            branches[0] = here
+        replies: list[Reply] = []
+        try:
+            for number, branch in enumerate(branches):
+                replies.append(self._start(branch, last.user, last.images, self._another(number)))
+        except BaseException:
+            for reply in replies:
+                reply.generation.cancel()
+            raise
+        return replies
+
+    def _another(self, number: int) -> Sampling | None:
+        """How to draw one of several answers: with one seed for all, they would be the same answer."""
+        if self._sampling is None or self._sampling.seed is None:
+            return self._sampling
+        return dataclasses.replace(self._sampling, seed=self._sampling.seed + number)
+
+    def _start(self, branch: Branch, text: str, images: Sequence[Image], sampling: Sampling | None) -> Reply:
+        here = branch.here or self._root
+        attempts = self._attempts(branch, text, images)
 
         def start(parent: Snapshot | None, given: InputLike) -> tuple[Generation, Iterator[Event]]:
             return admitted(
@@ -106,22 +145,25 @@ class Conversation:
                     given,
                     parent,
                     model=self._model,
-                    sampling=self._sampling,
+                    sampling=sampling,
                     stopping=self._stopping,
                     save=self._save or True,
                 )
             )
 
         index, (generation, events) = first_taken([functools.partial(start, *attempt) for attempt in attempts])
-        return Reply(text, generation, events, clean=attempts[index][0] == here, images=tuple(images))
+        return Reply(branch, text, generation, events, clean=attempts[index][0] == here, images=tuple(images))
 
     def finish(self, reply: Reply) -> Turn | None:
-        """Keeps the turn. None if its state could not be kept: the conversation then stays where it was."""
+        """Keeps the turn in its branch. None if its state could not be kept: the conversation then stays as it was."""
         finished = reply.generation.finished
         if finished is None or finished.snapshot is None:
             return None
         turn = Turn(reply.user, reply.generation.text, self._keep(finished.snapshot), reply.clean, reply.images)
-        self.branch.turns.append(turn)
+        reply.branch.turns.append(turn)
+        reply.branch.taken_back = None
+        if reply.branch not in self.branches:
+            self.branches.append(reply.branch)
         return turn
 
     def back(self) -> Snapshot | None:
@@ -134,7 +176,7 @@ class Conversation:
         turns = self.branch.turns
         if not turns:
             raise NothingSaid
-        last = turns[-1]
+        last = self.branch.taken_back = turns[-1]
         if len(turns) == 1 or not last.clean:
             turns.pop()
             if not self._shared(last):
@@ -153,18 +195,6 @@ class Conversation:
         turns[-2:] = [dataclasses.replace(before, after=result)]
         return result
 
-    def fork(self, count: int) -> list[Snapshot]:
-        """That many new branches from here; the current one stays as it is. Raises NothingSaid without a turn."""
-        here = self.branch.here
-        if here is None:
-            raise NothingSaid
-        children = here.fork(count, options=self._save)
-        for child in children:
-            self._keep(child)
-            last = dataclasses.replace(self.branch.turns[-1], after=child)
-            self.branches.append(Branch([*self.branch.turns[:-1], last]))
-        return children
-
     def use(self, number: int) -> Branch:
         """Switches to a branch, counted from 1. Raises IndexError if there is no such."""
         if not 1 <= number <= len(self.branches):
@@ -178,17 +208,17 @@ class Conversation:
             _, snapshot = self._made.popitem()
             snapshot.release(stop_active=True)
 
-    def _attempts(self, text: str, images: Sequence[Image]) -> list[tuple[Snapshot | None, InputLike]]:
+    def _attempts(self, branch: Branch, text: str, images: Sequence[Image]) -> list[tuple[Snapshot | None, InputLike]]:
         """What to append to what: the cheapest that a server may take first."""
         from kvfork_client import Message
         from kvfork_client import raw as raw_input
 
-        here = self.branch.here
+        here = branch.here
         if self._raw:
             return [(here or self._root, raw_input(*images, text))]
         new = Message.user(*images, text)
         whole = [Message.system(self._system)] if self._system else []
-        for turn in self.branch.turns:
+        for turn in branch.turns:
             whole += [Message.user(*turn.images, turn.user), Message.assistant(turn.answer)]
         from_start: tuple[Snapshot | None, InputLike] = (self._root, [*whole, new])
         if here is None:

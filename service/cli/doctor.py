@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from service.extras import install
+from service.limits import FEW_FILES, open_files
 
 if TYPE_CHECKING:
     from service.engine.cpu import CpuReport
@@ -73,10 +74,19 @@ def all_checks() -> Iterator[Check]:
     """Every check in the order of the report; the product's speed takes about a second."""
     yield Check(name="python", state=OK, found=f"{platform.python_version()} ({sys.executable})")
     yield Check(name="platform", state=OK, found=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs")
+    yield _files(*open_files())
     yield from _mlx_checks()
     yield from _cache_checks()
     for name, command in _TOOLCHAINS.items():
         yield _toolchain(name, command)
+
+
+def _files(soft: int, hard: int) -> Check:
+    found = "any number of open files" if hard == -1 else f"{hard:,} open files"
+    if 0 <= hard < FEW_FILES:
+        advice = f"connections and the store may run out of them: raise the hard limit to {FEW_FILES:,} or more"
+        return Check(name="files", state=WARNING, found=found, advice=f"{advice} (ulimit -Hn, LimitNOFILE=)")
+    return Check(name="files", state=OK, found=found + ("" if soft == hard else f", {soft:,} unless asked for more"))
 
 
 def _mlx_checks() -> Iterator[Check]:

@@ -91,7 +91,7 @@ def _show(args: argparse.Namespace, taken: Imported[Snapshot]) -> int:
             held_records=taken.held_records,
         )
         return 0
-    print(output.snapshot_table([taken.snapshot.info]))
+    output.say(output.snapshot_table([taken.snapshot.info]))
     print(
         f"{taken.received_records:,} records came, {output.size(taken.received_bytes)}; "
         f"{taken.held_records:,} were there already"

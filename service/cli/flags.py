@@ -231,4 +231,8 @@ def as_turn(text: str, *, raw: bool, system: str | None = None, images: Sequence
 
 
 def read_stdin() -> str:
-    return sys.stdin.read().removesuffix("\n")
+    """The prompt on stdin. Raises UsageError if nothing is there: a model would go on from nothing."""
+    text = sys.stdin.read().removesuffix("\n")
+    if not text.strip():
+        raise UsageError("no prompt: standard input is empty")
+    return text

@@ -131,13 +131,13 @@ def print_end(generation: Generation) -> None:
         return
     print(output.receipt(finished.usage, generation.ttft), file=sys.stderr)
     for mark in generation.marks.values():
-        print(f"prompt's end: {mark.name} ({mark.token_count:,} tokens)", file=sys.stderr)
+        output.say(f"prompt's end: {mark.name} ({mark.token_count:,} tokens)", file=sys.stderr)
     if finished.snapshot is not None:
-        print(f"saved: {finished.snapshot.name} ({finished.snapshot.token_count:,} tokens)", file=sys.stderr)
+        output.say(f"saved: {finished.snapshot.name} ({finished.snapshot.token_count:,} tokens)", file=sys.stderr)
     elif finished.save_error_reason:
-        print(f"not saved: {finished.save_error_reason}", file=sys.stderr)
+        output.say(f"not saved: {finished.save_error_reason}", file=sys.stderr)
     if finished.reason is not FinishReason.EOS:
-        print(f"ended by: {finished.reason.name.lower().replace('_', ' ')}", file=sys.stderr)
+        output.say(f"ended by: {finished.reason.name.lower().replace('_', ' ')}", file=sys.stderr)
 
 
 def _stream_json(generation: Generation, events: Iterator[Event]) -> None:

@@ -1,4 +1,8 @@
-"""How the talking commands print: tables, receipts, sizes, JSON lines. Pure but for the `print_` functions."""
+"""How the talking commands print: tables, receipts, sizes, JSON lines. Pure but for `say` and the `print_` functions.
+
+Labels, names, texts and errors are somebody else's: on a terminal they could hide lines, or type. All of them go
+through `say`, or through `shown` into a line of our own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import dataclasses
 import datetime as dt
 import enum
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from kvfork_client import Changed, Delta, Gone, KVForkError, Snapshot, SnapshotInfo, Synced, Usage
@@ -17,6 +22,26 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 SNAPSHOT_COLUMNS = ("NAME", "TOKENS", "STORED", "STATE", "EXPIRES", "KEPT", "LABELS", "PARENT")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+# Ends of a line and of a table's cell apart, what a terminal obeys, and what turns the direction of writing round.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINES = re.compile(r"[\t\n]")
+
+
+def shown(text: str, *, lines: bool = False) -> str:
+    """`text` as a terminal may have it, what it would obey written out; with `lines`, tabs and line ends stay."""
+    safe = _OBEYED.sub(_written_out, text)
+    return safe if lines else _LINES.sub(_written_out, safe)
+
+
+def _written_out(match: re.Match[str]) -> str:
+    return ascii(match[0])[1:-1]
+
+
+def say(text: str = "", *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Prints lines in which there is something of somebody else's."""
+    print(shown(text, lines=True), end=end, file=file, flush=flush)
 
 
 def size(count: int) -> str:
@@ -55,7 +80,7 @@ def receipt(usage: Usage, ttft: float | None = None) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns two spaces apart; those that hold numbers only are set to the right."""
-    lines = [tuple(header), *(tuple(row) for row in rows)]
+    lines = [tuple(header), *(tuple(map(shown, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     numeric = [len(lines) > 1 and all(_is_number(line[column]) for line in lines[1:]) for column in range(len(header))]
     return "\n".join(
@@ -69,7 +94,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Two aligned columns without a header."""
-    pairs = list(pairs)
+    pairs = [(name, shown(value)) for name, value in pairs]
     width = max((len(name) for name, _ in pairs), default=0)
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in pairs)
 
@@ -105,9 +130,9 @@ def watch_line(event: Changed[Snapshot] | Gone | Synced) -> str:
             kept = [word for word, on in (("pinned", info.pinned), ("durable", info.durable)) if on]
             labels = [f"{key}={value}" for key, value in sorted(info.labels.items())]
             state = [f"{info.token_count:,} tokens", info.residency.name.lower(), *kept, *labels]
-            return f"+ {info.name}  {' '.join(state)}"
+            return shown(f"+ {info.name}  {' '.join(state)}")
         case Gone(name, reason):
-            return f"- {name}  {reason.name.lower().replace('_', ' ')}"
+            return f"- {shown(name)}  {reason.name.lower().replace('_', ' ')}"
     return "= all of the above was there; what follows is news"
 
 
@@ -136,19 +161,29 @@ def to_json(value: object) -> Json:
 
 def print_json(**fields: object) -> None:
     """One JSON object on a line of its own."""
-    print(json.dumps({name: to_json(value) for name, value in fields.items()}, ensure_ascii=False), flush=True)
+    print(_json_line({name: to_json(value) for name, value in fields.items()}), flush=True)
+
+
+def _json_line(value: Json) -> str:
+    """Readable in any language, with escapes for what JSON would leave as it is and a terminal would not."""
+    return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def print_delta(delta: Delta) -> None:
-    """New text as it comes: reasoning on stderr, so that what is piped on is the answer; anything else on stdout."""
+    """New text as it comes: reasoning on stderr, so that what is piped on is the answer; anything else on stdout.
+
+    A pipe or file gets the text as it is.
+    """
     from kvfork_client import Channel
 
-    if delta.channel is not Channel.REASONING:
-        print(delta.text, end="", flush=True)
-    elif sys.stderr.isatty():
-        print(f"\033[2m{delta.text}\033[0m", end="", file=sys.stderr, flush=True)
-    else:
-        print(delta.text, end="", file=sys.stderr, flush=True)
+    reasoning = delta.channel is Channel.REASONING
+    file = sys.stderr if reasoning else sys.stdout
+    text = delta.text
+    if file.isatty():
+        text = shown(text, lines=True)
+        if reasoning:
+            text = f"\033[2m{text}\033[0m"
+    print(text, end="", file=file, flush=True)
 
 
 def print_error(error: KVForkError, *, as_json: bool) -> None:
@@ -163,19 +198,19 @@ def print_error(error: KVForkError, *, as_json: bool) -> None:
             "incident": error.incident,
             "advice": error.advice,
         }
-        print(json.dumps(to_json(fields), ensure_ascii=False), file=sys.stderr)
+        print(_json_line(to_json(fields)), file=sys.stderr)
         return
-    print(f"error: {error}", file=sys.stderr)
+    say(f"error: {error}", file=sys.stderr)
     for wrong in error.fields:
         if f"{wrong.field}: {wrong.description}" not in error.text:
-            print(f"  {wrong.field}: {wrong.description}", file=sys.stderr)
+            say(f"  {wrong.field}: {wrong.description}", file=sys.stderr)
     if error.incident:
-        print(f"  incident {error.incident}", file=sys.stderr)
+        say(f"  incident {error.incident}", file=sys.stderr)
     # A server's own advice stands in brackets at the end of its text, and knows more than ours.
     if error.advice and not error.text.endswith(")"):
-        print(f"  {error.advice}", file=sys.stderr)
+        say(f"  {error.advice}", file=sys.stderr)
     if error.retry_after is not None:
-        print(f"  worth another try in {error.retry_after:g} s", file=sys.stderr)
+        say(f"  worth another try in {error.retry_after:g} s", file=sys.stderr)
 
 
 def _is_number(cell: str) -> bool:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(plan=found)
     else:
-        print(shown(found, args.branches))
+        output.say(shown(found, args.branches))
     return 1 if found.admission is Admission.REFUSED else 0
 
 

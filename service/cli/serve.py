@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from service.limits import take_all_files
+
 _EPILOG = """\
 examples:
   kvfork serve                                    the default model on 127.0.0.1:50051
@@ -50,12 +52,21 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # gRPC's own lines hold what strangers sent, raw, and as often as they like; what matters is in ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    take_all_files()
     _set_up_logging(config.log_level, config.log_format)
     from service import app
     from service.models import ModelError, resolve
+    from service.rpc.listen import CannotListen, look
+    from service.rpc.server import EXIT_CANNOT_LISTEN
 
     try:
+        look(config)  # the model may have to be fetched first, for minutes
         folder = resolve(config.model)
+    except CannotListen as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT_LISTEN
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -118,4 +129,8 @@ def _set_up_logging(level: str, form: str) -> None:
         handler.setFormatter(_JsonFormatter())
     else:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # At debug, libraries (gRPC's event loop above all) say more than we do, and none of it about a call.
+    libraries = max(logging.INFO, logging.getLevelNamesMapping()[level.upper()])
+    logging.basicConfig(level=libraries, handlers=[handler], force=True)
+    for ours in ("kvfork", "service", "kvcache"):
+        logging.getLogger(ours).setLevel(level.upper())

@@ -55,7 +55,7 @@ def run_list(args: argparse.Namespace) -> int:
                 output.print_json(snapshot=snapshot)
             return 0
         infos = [snapshot.info for snapshot in found]
-    print(output.snapshot_table(infos) if infos else "no snapshots")
+    output.say(output.snapshot_table(infos) if infos else "no snapshots")
     return 0
 
 
@@ -81,7 +81,7 @@ def run_watch(args: argparse.Namespace) -> int:
                         case _:
                             output.print_json(synced=True, resume_token=watch.resume_token)
                 else:
-                    print(output.watch_line(event), flush=True)
+                    output.say(output.watch_line(event), flush=True)
     return 0
 
 
@@ -114,7 +114,7 @@ def run_get(args: argparse.Namespace) -> int:
     ]
     if tokens is not None:
         pairs.append(("token ids", " ".join(map(str, tokens))))
-    print(output.facts(pairs))
+    output.say(output.facts(pairs))
     return 0
 
 
@@ -138,7 +138,7 @@ def run_delete(args: argparse.Namespace) -> int:
                 if args.json:
                     output.print_json(deleted=gone)
                 else:
-                    print(f"deleted {gone}")
+                    output.say(f"deleted {gone}")
     return 0
 
 
@@ -160,9 +160,9 @@ def run_extend(args: argparse.Namespace) -> int:
             output.print_json(missing=name)
     else:
         if extended.snapshots:
-            print(output.snapshot_table(extended.snapshots))
+            output.say(output.snapshot_table(extended.snapshots))
         for name in extended.missing:
-            print(f"missing: {name}")
+            output.say(f"missing: {name}")
     return 1 if extended.missing else 0
 
 
@@ -191,7 +191,7 @@ def run_fork(args: argparse.Namespace) -> int:
             output.print_json(snapshot=child)
         output.print_json(usage=children.usage)
         return 0
-    print(output.snapshot_table(child.info for child in children))
+    output.say(output.snapshot_table(child.info for child in children))
     print(output.receipt(children.usage))
     return 0
 
@@ -232,9 +232,9 @@ def run_rollback(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(snapshot=result, released=result.released, usage=result.usage)
         return 0
-    print(output.snapshot_table([result.info]))
+    output.say(output.snapshot_table([result.info]))
     for name in result.released:
-        print(f"released {name}")
+        output.say(f"released {name}")
     if result.usage is not None:
         print(output.receipt(result.usage))
     return 0
@@ -246,7 +246,7 @@ def run_stats(args: argparse.Namespace) -> int:
     if args.json:
         output.print_json(server=server, models=models, cache=cache)
         return 0
-    print(
+    output.say(
         output.facts(
             [
                 ("server", f"{server.instance}, version {server.version}, up {output.span(server.uptime)}"),

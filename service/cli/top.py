@@ -6,10 +6,15 @@ Built from GetServerInfo, GetCacheStats and ListSnapshots. `picture` is pure: tw
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import select
 import shutil
 import sys
+import termios
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import tty
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
     from kvfork_client import CacheStats, Client, ModelInfo, Row, ServerInfo, SnapshotInfo
 
 EPILOG = """\
+q or Ctrl-C ends it.
+
 examples:
   kvfork top
   kvfork top --once | head -20
@@ -27,6 +34,7 @@ examples:
 MOST_LISTED = 1000  # snapshots that are asked for at a look
 CLEAR, HIDE, SHOW = "\033[H\033[J", "\033[?25l\033[?1049h", "\033[?1049l\033[?25h"
 BAR = 20  # characters
+ENDS = "q ends"  # the last line of the screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws until Ctrl-C."""
+    """Draws until q or Ctrl-C."""
     with flags.connect(args) as client:
         if args.json:
             seen = look(client)
@@ -59,18 +67,51 @@ def run(args: argparse.Namespace) -> int:
             return 0
         print(HIDE, end="")
         try:
-            before = None
-            while True:
-                now = look(client)
-                width, height = shutil.get_terminal_size()
-                lines = picture(now, before, lines=args.snapshots)[: height - 1]
-                print(CLEAR + "\n".join(line[:width] for line in lines), end="", flush=True)
-                before = now
-                time.sleep(args.every)
+            with _keys() as keys:
+                before = None
+                while True:
+                    now = look(client)
+                    width, height = shutil.get_terminal_size()
+                    lines = [*picture(now, before, lines=args.snapshots)[: height - 3], "", ENDS]
+                    print(CLEAR + "\n".join(line[:width] for line in lines), end="", flush=True)
+                    before = now
+                    if _pressed_q(keys, args.every):
+                        return 0
         except KeyboardInterrupt:
             return 0
         finally:
             print(SHOW, end="", flush=True)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[int | None]:
+    """The terminal's keys as they are pressed, unseen; None where stdin is none. Afterwards it is as it was."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
+    try:
+        tty.setcbreak(keys)
+        yield keys
+    finally:
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _pressed_q(keys: int | None, seconds: float) -> bool:
+    """Waits; True as soon as q is pressed, or the terminal is gone. Other keys mean nothing."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if keys is None:
+            time.sleep(left)
+        elif select.select([keys], [], [], left)[0]:
+            try:
+                typed = os.read(keys, 256)
+            except OSError:
+                return True
+            if not typed or b"q" in typed.lower():
+                return True
+    return False
 
 
 def look(client: Client) -> Look:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from service.engine.kernels import give_mlx_a_folder
+from service.limits import keep_file_limits
 
 # Strict mode makes a product's bits independent of how its inputs are aligned and of the number of threads, which
 # a restore from disk needs. AUTO keeps the widest instructions that this CPU has. Figures: docs/models.md.
@@ -127,6 +128,7 @@ def find_mkl() -> Path | None:
 
 def _prepare() -> CpuReport:
     too_late = "mlx.core" in sys.modules
+    keep_file_limits()
     if sys.platform == "darwin":
         on_gpu = platform.machine() == "arm64"
         return CpuReport(

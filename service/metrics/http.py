@@ -1,13 +1,18 @@
 """A listener that answers GET /metrics and nothing else. Owns its bounds: no client costs more than a few buffers.
 
 On the server's event loop; the page is made on a thread. Small on purpose: no keep-alive, no compression, no routes.
+
+A page of another site can have a browser ask any address, also by a name that it makes point here. So on loopback only
+requests for loopback are answered; elsewhere nobody knows what the machine is called, and whoever reaches it may ask.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
+import re
 from collections.abc import Callable
 
 log = logging.getLogger("kvfork.metrics")
@@ -15,6 +20,8 @@ log = logging.getLogger("kvfork.metrics")
 REQUEST_BYTES = 8192
 REQUEST_SECONDS = 5.0
 CONNECTIONS = 16
+_HOST = re.compile(rb"^host:[ \t]*([^\r\n]*?)[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+_NAME = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
 
 
 class MetricsServer:
@@ -25,10 +32,12 @@ class MetricsServer:
         self._page = page
         self._content_type = content_type
         self._open = 0
+        self._loopback = False
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> str:
         """Listens; returns the address with the port in use. Raises OSError."""
+        self._loopback = ipaddress.ip_address(host).is_loopback
         self._server = await asyncio.start_server(self._serve, host, port, limit=REQUEST_BYTES, reuse_port=False)
         bound = self._server.sockets[0].getsockname()
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
@@ -58,6 +67,8 @@ class MetricsServer:
         line = request.split(b"\r\n", 1)[0].split(b" ")
         if len(line) != 3 or not line[2].startswith(b"HTTP/1."):
             return self._answer("400 Bad Request", b"not HTTP\n")
+        if self._loopback and not all(_is_loopback(name) for name in _HOST.findall(request)):
+            return self._answer("403 Forbidden", b"the Host header names another server\n")
         if line[0] not in (b"GET", b"HEAD"):
             return self._answer("405 Method Not Allowed", b"GET it\n", "Allow: GET, HEAD\r\n")
         if line[1].split(b"?", 1)[0] != b"/metrics":
@@ -74,3 +85,15 @@ class MetricsServer:
     def _answer(status: str, body: bytes, headers: str = "Content-Type: text/plain\r\n") -> bytes:
         head = f"HTTP/1.1 {status}\r\n{headers}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         return head.encode() + body
+
+
+def _is_loopback(host: bytes) -> bool:
+    """Whether a Host header's value is an address of this machine alone."""
+    match = _NAME.fullmatch(host.decode("latin-1"))
+    if match is None:
+        return False
+    name = match[1].lower().removeprefix("[").removesuffix("]")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -6,7 +6,7 @@ import dataclasses
 _GGUF_CONVERTER = 1
 _TINY_GENERATOR = 3
 _TINY_VISION_GENERATOR = 1
-_TRAINED = 1
+_TRAINED = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

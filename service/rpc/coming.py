@@ -9,7 +9,7 @@ from typing import Any, cast
 import grpc.aio
 
 from service.errors import InvalidField, SlowSender
-from service.rpc.interceptor import UNREADABLE
+from service.rpc.interceptor import Unreadable
 
 
 async def read_within(context: grpc.aio.ServicerContext[Any, Any], seconds: float, late: SlowSender) -> Any:
@@ -24,11 +24,6 @@ async def read_within(context: grpc.aio.ServicerContext[Any, Any], seconds: floa
 def no_request() -> InvalidField:
     """For a call that has sent nothing."""
     return InvalidField("the call ended without a request")
-
-
-def unreadable() -> InvalidField:
-    """For bytes that are no message."""
-    return InvalidField("the request cannot be parsed as this method's message")
 
 
 class Coming:
@@ -62,8 +57,8 @@ class Coming:
         text = f"the next message with anything in it did not arrive within {self._patience:g} s"
         late = SlowSender(text, hint="send it faster, or in smaller messages")
         message = await read_within(self._context, self._left, late)
-        if message is UNREADABLE:
-            raise unreadable()
+        if isinstance(message, Unreadable):
+            raise InvalidField(message.why)
         if message is not grpc.aio.EOF:
             self._left = self._patience if self._brings(message) else max(0.0, self._left - (clock() - begun))
         return message

@@ -21,18 +21,21 @@ import grpc.aio
 
 from service.auth.authenticator import Authenticator
 from service.auth.callers import Caller
-from service.errors import CallError, CallQuota, SlowSender, Unauthenticated
+from service.errors import CallError, CallQuota, InvalidField, SlowSender, Unauthenticated
+from service.rpc.bounds import MAX_FIELDS, holds_too_much, shape_of
 from service.rpc.caller import CALLER
-from service.rpc.coming import no_request, read_within, unreadable
-from service.rpc.interceptor import UNREADABLE, leave, tolerant
+from service.rpc.coming import no_request, read_within
+from service.rpc.fields import MAX_TOKENS
+from service.rpc.interceptor import Unreadable, leave, tolerant
 from service.rpc.status import status_of
 
 log = logging.getLogger(__name__)
 
 OPEN = "/grpc.health.v1.Health/"
 PROBE = Caller("")  # asks for health; no owner has this name
-OPEN_SECONDS = 10.0  # for a message that has a name in it
-OPEN_WAITING = 16  # calls without a caller whose message is on its way; the one that waits longest makes room
+OPEN_BYTES = 1024  # of a message that has a name in it
+OPEN_SECONDS = 5.0  # for it to arrive
+OPEN_WAITING = 4  # calls without a caller whose message is on its way; the one that waits longest makes room
 TELL_EVERY = 10.0  # seconds between log lines about callers that were not let in
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -73,7 +76,7 @@ class Door(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        return _streaming(self._opened(handler, caller), handler)
+        return _streaming(self._opened(handler, caller), handler, handler_call_details.method)
 
     def _refusal(self, error: Unauthenticated) -> Handler:
         # As a method that streams requests: gRPC would read the message of any other kind before it asks the handler.
@@ -150,8 +153,8 @@ class Door(grpc.aio.ServerInterceptor):
             self._waiting.pop(place, None)
         if request is grpc.aio.EOF:
             raise no_request()
-        if request is UNREADABLE and stranger:
-            raise unreadable()
+        if isinstance(request, Unreadable) and stranger:
+            raise InvalidField(request.why)
         return request
 
     def _make_room(self) -> None:
@@ -176,11 +179,27 @@ class Strangers:
             self._told, self._untold = now, 0
 
 
-def _streaming(serve: Callable[[Any, Context], Awaitable[None]], handler: Handler | None = None) -> Handler:
+def _streaming(
+    serve: Callable[[Any, Context], Awaitable[None]], handler: Handler | None = None, method: str = ""
+) -> Handler:
     if handler is None:
         return grpc.stream_stream_rpc_method_handler(cast(Any, serve))
     return grpc.stream_stream_rpc_method_handler(
         cast(Any, serve),
-        request_deserializer=tolerant(handler.request_deserializer),
+        request_deserializer=_bounded(tolerant(handler.request_deserializer), method),
         response_serializer=handler.response_serializer,
     )
+
+
+def _bounded(parse: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+    """`parse`, but not of what is too large for `method`: one rule for all of them."""
+    shape = shape_of(method)
+
+    def parse_if_small(data: bytes) -> Any:
+        if method.startswith(OPEN) and len(data) > OPEN_BYTES:
+            return Unreadable(f"a request of this method has at most {OPEN_BYTES:,} bytes")
+        if holds_too_much(data, shape):
+            return Unreadable(f"a request has at most {MAX_FIELDS:,} fields, and {MAX_TOKENS:,} numbers in one")
+        return parse(data)
+
+    return parse_if_small

@@ -21,6 +21,8 @@ MOST_KEPT = 64
 # looking at each would hold up every other call; these are far beyond any context.
 MAX_PARTS = 2**16
 MAX_TOKENS = 2**22
+# The template writes a conversation once for each message whose end is marked.
+MAX_WRITTEN = 2**16  # messages times such marks
 
 MAX_LABELS = 64
 MAX_LABEL_KEY = 63  # as Kubernetes labels, which orchestrators copy from

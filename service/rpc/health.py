@@ -107,7 +107,7 @@ def observe(core: Inference) -> dict[str, bool]:
     return {
         PROCESS: not draining and sound,
         INFERENCE: not draining and alive and ModelState.READY in states,
-        SNAPSHOTS: not draining,
+        SNAPSHOTS: not draining and core.names_open(),
         SERVER: not draining,
     }
 

@@ -14,6 +14,7 @@ import logging
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -72,8 +73,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> Any:
             try:
                 _check_instance(context, self._instance)
-                if request is UNREADABLE:
-                    raise InvalidField("the request cannot be parsed as this method's message")
+                if isinstance(request, Unreadable):
+                    raise InvalidField(request.why)
                 return await handler(request, context)
             except grpc.aio.AbortError:
                 raise  # it is an Exception, and the call has its status already
@@ -86,18 +87,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return guarded
 
 
-UNREADABLE = object()  # stands for a request that is no message
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for a request that is no message of its method, or not made into one."""
+
+    why: str = "the request cannot be parsed as this method's message"
 
 
 def tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """`parse`, which gives UNREADABLE where it would raise."""
+    """`parse`, which gives Unreadable where it would raise."""
     assert parse is not None, "generated handlers have one"
 
     def parse_or_tell(data: bytes) -> Any:
         try:
             return parse(data)
         except DecodeError:
-            return UNREADABLE
+            return Unreadable()
 
     return parse_or_tell
 

@@ -13,11 +13,35 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from service.config import Config
 from service.config_values import split_address
 
 
 class CannotListen(Exception):
     """An address is taken or may not be used; the text says which and what to do."""
+
+
+def look(config: Config) -> None:
+    """Whether the addresses are free, ahead of work that would be in vain if not. Raises CannotListen.
+
+    Binding them is what counts in the end: another server may come in between.
+    """
+    if config.address:
+        host, port = split_address(config.address)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise _taken(host, port) from error
+    if config.unix_socket is not None:
+        UnixSocket(config.unix_socket).look()
+
+
+def _taken(host: str, port: int) -> CannotListen:
+    shown = f"[{host}]" if ":" in host else host
+    text = f"cannot listen on {shown}:{port}: another server has it, or the system refuses"
+    return CannotListen(f"{text}. Stop that one, or choose another --address")
 
 
 def bind_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
@@ -31,8 +55,7 @@ def bind_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCred
         where = f"{shown}:{port}"
         bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as error:  # grpc's word for any failure to bind
-        text = f"cannot listen on {shown}:{port}: another server has it, or the system refuses"
-        raise CannotListen(f"{text}. Stop that one, or choose another --address") from error
+        raise _taken(host, port) from error
     return f"{shown}:{bound}"
 
 
@@ -48,10 +71,7 @@ class UnixSocket:
 
         Raises CannotListen if a server answers on it, or if something else is in its place.
         """
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotListen(f"cannot listen on {self.path}: {error.strerror}") from error
+        self._make_folder()
         # gRPC replaces an existing socket file unasked, a living server's too. So the look and the bind are one step
         # among servers of ours, held together by a lock on the folder, which leaves no file behind.
         with _locked(self.path.parent):
@@ -66,11 +86,23 @@ class UnixSocket:
             self._inode = self.path.stat().st_ino
         return f"unix:{self.path}"
 
+    def look(self) -> None:
+        """Raises CannotListen as `bind` would; binds nothing."""
+        self._make_folder()
+        with _locked(self.path.parent):
+            self._clear()
+
     def remove(self) -> None:
         """Removes the file unless another server has put its own there."""
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()
+
+    def _make_folder(self) -> None:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotListen(f"cannot listen on {self.path}: {error.strerror}") from error
 
     def _clear(self) -> None:
         try:

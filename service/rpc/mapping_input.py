@@ -28,6 +28,8 @@ _ROLES = {
     pb.ROLE_TOOL: Role.TOOL,
 }
 
+MAX_VARS = 2**20  # characters of template variables, which are read on the event loop
+
 _SHA256_BYTES = 32
 _OTHER_NAMES = {"image/jpg": "image/jpeg"}
 
@@ -147,6 +149,9 @@ def read_token_ids(ids: Iterable[int], path: str, fields: Fields) -> tuple[int, 
 
 def _read_vars(text: str, path: str, fields: Fields) -> dict[str, object]:
     if not text:
+        return {}
+    if len(text) > MAX_VARS:
+        fields.wrong(path, f"must have at most {MAX_VARS:,} characters, has {len(text):,}")
         return {}
     try:
         value = json.loads(text, parse_constant=_no_constant)

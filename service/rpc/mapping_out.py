@@ -14,6 +14,8 @@ from kvcache.receipt import MissReason, Usage
 from service.events import (
     Admission,
     Bookmark,
+    CallForm,
+    CallSyntax,
     Changed,
     Counted,
     Created,
@@ -71,6 +73,11 @@ _MODEL_STATES = {
     ModelState.LOADING: server_pb.Model.STATE_LOADING,
     ModelState.READY: server_pb.Model.STATE_READY,
     ModelState.FAILED: server_pb.Model.STATE_FAILED,
+}
+
+_SYNTAXES = {
+    CallSyntax.JSON: server_pb.ToolCallForm.SYNTAX_JSON,
+    CallSyntax.TAGS: server_pb.ToolCallForm.SYNTAX_TAGS,
 }
 
 _ADMISSIONS = {
@@ -187,6 +194,7 @@ def write_usage(usage: Usage) -> pb.Usage:
         diverged_at=usage.diverged_at,
         miss_reason=_MISS_REASONS[usage.miss_reason],
         grid_tokens=usage.grid_tokens,
+        state_remade=usage.remade,
     )
 
 
@@ -211,6 +219,7 @@ def write_snapshot(view: SnapshotView) -> pb.Snapshot:
         exclusive_bytes=view.exclusive_bytes,
         instance=view.instance,
         active_uses=view.active_uses,
+        state_revision=view.state_revision,
     )
 
 
@@ -304,9 +313,14 @@ def write_model(view: ModelView) -> server_pb.Model:
         trimmable=view.trimmable,
         tells_reasoning=view.tells_reasoning,
         tells_tool_calls=view.tells_tool_calls,
+        tool_call_form=None if view.call_form is None else _call_form(view.call_form),
         bytes_per_token=view.bytes_per_token,
         default_sampling=defaults if ready else None,
     )
+
+
+def _call_form(form: CallForm) -> server_pb.ToolCallForm:
+    return server_pb.ToolCallForm(opening=form.opening, closing=form.closing, syntax=_SYNTAXES[form.syntax])
 
 
 def write_server(view: ServerView) -> server_pb.GetServerInfoResponse:

@@ -8,7 +8,7 @@ from kvfork.v1 import types_pb2 as pb
 
 from service.events import LimitsView
 from service.request import ChatInput, Durability, Input, Landmark, Mark, SaveOptions
-from service.rpc.fields import Fields
+from service.rpc.fields import MAX_WRITTEN, Fields
 
 MAX_MARKS = 64
 
@@ -47,6 +47,10 @@ def read_marks(
     if len(messages) > MAX_MARKS:
         fields.wrong("marks", f"at most {MAX_MARKS}, are {len(messages)}")
     turns = len(given.messages) if isinstance(given, ChatInput) else 0
+    ends = {message.message_count for message in messages[:MAX_MARKS] if message.WhichOneof("at") == "message_count"}
+    if len(ends) * turns > MAX_WRITTEN:
+        text = f"{len(ends)} marks at ends of messages, times {turns} messages, are more than {MAX_WRITTEN}"
+        fields.wrong("marks", f"{text}: use fewer of them, or token_count")
     return tuple(
         _read_mark(message, f"marks[{index}]", turns, fields, limits)
         for index, message in enumerate(messages[:MAX_MARKS])

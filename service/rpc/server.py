@@ -1,6 +1,6 @@
 """The gRPC server's life. Owns its options, the order of start and stop, and what signals mean.
 
-    start: bind, health follows the core, ready
+    start: bind, begin to load the model, health follows the core, ready
     first SIGTERM or SIGINT: health NOT_SERVING; new work is refused while the server still listens, so that Get, List
         and StopGeneration work and refusals carry a status; running generations end and deliver; the listener closes
     second signal: the process ends at once
@@ -59,9 +59,12 @@ def options(config: Config) -> list[tuple[str, int]]:
         # snapshots live in one process.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_request_bytes),
+        # No compression: core unpacks all of a message before it looks at the limit, a stranger's too, and 64 MiB on
+        # the wire can be 64 GiB. One bit: the message as it is.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_send_message_length", MAX_SEND_BYTES),
         # Clients may ping during a long prefill; the default answers that with GOAWAY.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # Nothing else notices a peer that vanished without a word.
         ("grpc.keepalive_time_ms", 30_000),
@@ -129,8 +132,11 @@ class RpcServer:
         if config.reflects:
             add_reflection(self._server, SERVICES)
 
-    async def start(self) -> list[str]:
-        """Binds and serves; returns the addresses that clients can use. Raises CannotListen, having bound nothing."""
+    async def start(self, begin: Callable[[], None] = lambda: None) -> list[str]:
+        """Binds and serves; returns the addresses that clients can use. Raises CannotListen, having bound nothing.
+
+        `begin` is called in between: what is not worth beginning on an address that another server has.
+        """
         addresses = []
         try:
             if self._config.address:
@@ -143,6 +149,7 @@ class RpcServer:
         except CannotListen:
             await self._server.stop(None)
             raise
+        begin()
         self._health.update(health_rpc.observe(self._core))
         self._background = [
             asyncio.create_task(health_rpc.follow(self._core, self._health, every=HEALTH_EVERY)),
@@ -184,11 +191,13 @@ async def serve(
     config: Config,
     *,
     ready: Callable[[Sequence[str]], None],
+    begin: Callable[[], None] = lambda: None,
     access: Access | None = None,
     inner: Path | None = None,
 ) -> int:
     """Serves until a signal says stop; `ready` hears the addresses. Returns the process's exit code.
 
+    `begin` is called once the addresses are this server's, and not where they are another's.
     `access` and `inner` as RpcServer takes them; raises AccessUnusable as it does.
     """
     stopping = asyncio.Event()
@@ -202,7 +211,7 @@ async def serve(
         stopping.set()
 
     try:
-        addresses = await server.start()
+        addresses = await server.start(begin)
     except CannotListen as error:
         log.error("%s", error)
         return EXIT_CANNOT_LISTEN

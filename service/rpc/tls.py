@@ -17,7 +17,11 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
+from service.auth.files import read_file
+
 log = logging.getLogger(__name__)
+
+MAX_BYTES = 16 * 2**20
 
 Stamp = tuple[tuple[int, int, int] | None, ...]
 
@@ -148,7 +152,7 @@ def _names(leaf: x509.Certificate) -> tuple[str, ...]:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, MAX_BYTES)[0]
     except OSError as error:
         raise TlsUnusable(f"{path} cannot be read: {error.strerror or error}") from None
 

@@ -6,9 +6,10 @@ their own. A model without any has one channel, the answer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from service.events import TextChannel
+from service.events import CallForm, CallSyntax, TextChannel
 from service.text.channels import HarmonySplitter, Span, SpanSplitter, Splitter
 from service.text.tokens import TextCodec
 
@@ -38,6 +39,7 @@ _TOOL_CALLS = (
     ("[TOOL_CALLS]", ""),  # up to the end of the turn
     ("<|python_tag|>", ""),
 )
+_JSON_CALL = re.compile(r"name\W{2,5}.{1,60}arguments\W{2,5}", re.DOTALL)
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
 
 
@@ -87,6 +89,21 @@ def detect(codec: TextCodec) -> Format:
     spans = [Span(*marks, TextChannel.REASONING) for marks in _REASONING if _writes(codec, *marks)]
     spans += [Span(*marks, TextChannel.TOOL_CALL) for marks in _TOOL_CALLS if _writes(codec, *marks)]
     return Format(spans)
+
+
+def call_form(codec: TextCodec, channels: Format) -> CallForm | None:
+    """How the model writes a call, where its template shows one of the ways that are known here, and as plain text."""
+    for span in channels.spans:
+        marks = (span.open, span.close)
+        if span.channel is not TextChannel.TOOL_CALL or not span.close:
+            continue
+        if not any(mark in codec.template_source for mark in marks) or any(map(codec.holds_special, marks)):
+            continue
+        if "<function=" in codec.template_source and "<parameter=" in codec.template_source:
+            return CallForm(opening=span.open, closing=span.close, syntax=CallSyntax.TAGS)
+        if _JSON_CALL.search(codec.template_source):
+            return CallForm(opening=span.open, closing=span.close, syntax=CallSyntax.JSON)
+    return None
 
 
 def _writes(codec: TextCodec, opening: str, closing: str) -> bool:

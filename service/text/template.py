@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from service.errors import InvalidField, TemplateMissing, TemplateNotAppendable
 from service.request import Role
 from service.text.tokens import TextCodec
+from service.text.waiting import go_on
 
 RAW_HINT = "append with raw parts, or send the whole conversation without a parent"
 
@@ -63,6 +64,7 @@ class Renderer:
         """The rendered text; TemplateMissing, or InvalidField with what the template says."""
         if not self.codec.has_template:
             raise TemplateMissing("the model has no chat template", hint="send raw parts instead of chat messages")
+        go_on()
         messages = [turn.message(as_parts=self.codec.wants_parts) for turn in turns]
         try:
             return self.codec.render_template(messages, self.variables, generation_prompt=generation_prompt)

@@ -19,6 +19,7 @@ from typing import Any
 from kvcache.media import IMAGE
 from service.errors import InvalidField
 from service.request import RawInput, TextPart, TokenPart
+from service.text.waiting import go_on
 
 Span = tuple[int, int]
 
@@ -129,6 +130,7 @@ class TextCodec:
 
     def encode_spans(self, text: str, *, continuing: bool = False) -> tuple[list[int], list[Span]]:
         """(ids, the [start, end) characters of `text` that each came from)."""
+        go_on()
         return spans_of(self._backend, text, self.guards if continuing and text else ())
 
     def encode_raw(self, raw: RawInput, *, with_parent: bool) -> list[int]:
@@ -168,6 +170,10 @@ class TextCodec:
     def added_id(self, text: str) -> int | None:
         """The id of an added token by its text; None if there is none."""
         return self._added_ids_of.get(text)
+
+    def holds_special(self, text: str) -> bool:
+        """Whether `text` becomes special tokens, in part at least."""
+        return any(token in self.special_ids for token in self.encode_continuation(text))
 
     def token_bytes(self, token: int) -> bytes:
         """What `token` adds to the text: often less than a character; empty for an id without a token."""

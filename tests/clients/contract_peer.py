@@ -26,6 +26,14 @@ from kvfork.v1 import snapshot_service_pb2 as snap
 from kvfork.v1 import snapshot_service_pb2_grpc as snap_grpc
 from kvfork.v1 import types_pb2 as types
 
+OPTIONS = [
+    ("grpc.so_reuseport", 0),
+    # What a kvfork server allows.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
 Script = Callable[[Any, grpc.ServicerContext], Any]
 
 
@@ -70,12 +78,7 @@ class Peer:
         self.contents: dict[str, str] = {}
         self.stops: dict[str, threading.Event] = {}
         self.counter = 0
-        options = [
-            ("grpc.so_reuseport", 0),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # what a kvfork server allows
-            ("grpc.keepalive_permit_without_calls", 1),
-        ]
-        self.server = grpc.server(futures.ThreadPoolExecutor(16), options=options)
+        self.server = grpc.server(futures.ThreadPoolExecutor(16), options=OPTIONS)
         for base, add in (
             (inf_grpc.InferenceServiceServicer, inf_grpc.add_InferenceServiceServicer_to_server),
             (snap_grpc.SnapshotServiceServicer, snap_grpc.add_SnapshotServiceServicer_to_server),

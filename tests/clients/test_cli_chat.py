@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -18,10 +19,10 @@ import pytest
 from contract_peer import Peer, refuse
 from kvfork.v1 import inference_service_pb2 as inf
 from kvfork.v1 import types_pb2 as types
-from kvfork_client import Client, Image
+from kvfork_client import Client, Image, QueueFull, Sampling
 from test_cli_talk import parse, until_said
 
-from service.cli.conversation import Conversation, NothingSaid
+from service.cli.conversation import Conversation, NothingSaid, Turn
 
 
 def say(conversation: Conversation, text: str) -> str:
@@ -71,24 +72,85 @@ def test_back_rolls_back_to_before_the_last_turn_and_frees_it(peer: Peer) -> Non
             conversation.back()
 
 
-def test_branches_do_not_see_each_other(peer: Peer) -> None:
+def again(conversation: Conversation, count: int) -> list[Turn]:
+    """Every answer read to its end, in order."""
+    turns = []
+    for reply in conversation.again(count):
+        for _ in reply.events:
+            pass
+        turn = conversation.finish(reply)
+        assert turn is not None
+        turns.append(turn)
+    return turns
+
+
+def contents(peer: Peer, conversation: Conversation) -> list[str]:
+    return [peer.contents[branch.turns[-1].after.name] for branch in conversation.branches]
+
+
+def test_the_last_turn_is_answered_again_in_branches_that_do_not_see_each_other(peer: Peer) -> None:
     peer.answer = "ok"
     with Client(peer.address) as client:
-        conversation = Conversation(client)
+        conversation = Conversation(client, sampling=Sampling(seed=7))
         with pytest.raises(NothingSaid):
-            conversation.fork(2)
+            conversation.again(2)
         say(conversation, "one")
-        conversation.fork(2)
+        say(conversation, "two")
+        peer.answer = "no"
+        assert [turn.answer for turn in again(conversation, 2)] == ["no", "no"]
+        first = "<user>one<assistant>ok"
+        assert conversation.current == 0
+        assert contents(peer, conversation) == [f"{first}<user>two<assistant>{answer}" for answer in ("ok", "no", "no")]
+        asked = peer.requests("Generate")[2:]
+        assert [request.parent for request in asked] == [conversation.branches[0].turns[0].after.name] * 2
+        assert len({request.sampling.seed for request in asked}) == 2  # one seed would give one answer twice
         for number, text in ((1, "left"), (2, "middle"), (3, "right")):
             conversation.use(number)
             say(conversation, text)
-        assert [peer.contents[branch.turns[-1].after.name] for branch in conversation.branches] == [
-            f"<user>one<assistant>ok<user>{text}<assistant>ok" for text in ("left", "middle", "right")
+        assert contents(peer, conversation) == [
+            f"{first}<user>two<assistant>{answer}<user>{text}<assistant>no"
+            for answer, text in (("ok", "left"), ("no", "middle"), ("no", "right"))
         ]
         with pytest.raises(IndexError):
             conversation.use(4)
         with pytest.raises(IndexError):
             conversation.use(0)
+
+
+def test_what_was_taken_back_is_answered_again_in_place_of_what_it_was(peer: Peer) -> None:
+    peer.answer = "ok"
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        say(conversation, "one")
+        conversation.back()
+        assert len(again(conversation, 3)) == 3
+        assert contents(peer, conversation) == ["<user>one<assistant>ok"] * 3
+        assert len({branch.turns[-1].after.name for branch in conversation.branches}) == 3
+        say(conversation, "two")
+        conversation.back()
+        say(conversation, "three")  # what was taken back is no longer the last that was said
+        again(conversation, 1)
+        assert contents(peer, conversation)[-1] == "<user>one<assistant>ok<user>three<assistant>ok"
+
+
+def test_where_one_of_several_answers_cannot_begin_none_goes_on(peer: Peer) -> None:
+    peer.answer = "ok"
+    with Client(peer.address) as client:
+        conversation = Conversation(client)
+        say(conversation, "one")
+        peer.hold, asked = threading.Event(), len(peer.requests("Generate"))
+
+        def script(request: Any, context: Any) -> Any:
+            if len(peer.requests("Generate")) == asked + 2:
+                refuse(context, "RESOURCE_EXHAUSTED", "QUEUE_FULL", "too many")
+            yield from peer.Generate(request, context)
+
+        peer.scripts["Generate"] = script
+        peer.ended_one = threading.Semaphore(0)
+        with pytest.raises(QueueFull):
+            conversation.again(2)
+        assert peer.wait_ended() == "cancelled"
+        assert len(conversation.branches) == 1
 
 
 def test_going_back_in_one_branch_leaves_the_others_alone(peer: Peer) -> None:
@@ -97,7 +159,7 @@ def test_going_back_in_one_branch_leaves_the_others_alone(peer: Peer) -> None:
         conversation = Conversation(client)
         for text in ("one", "two"):
             say(conversation, text)
-        conversation.fork(1)
+        again(conversation, 1)
         kept = [turn.after.name for turn in conversation.branch.turns]
         conversation.use(2)
         while conversation.branch.turns:
@@ -111,7 +173,7 @@ def test_release_leaves_nothing_behind(peer: Peer) -> None:
     with Client(peer.address) as client:
         conversation = Conversation(client)
         say(conversation, "one")
-        conversation.fork(3)
+        again(conversation, 3)
         say(conversation, "two")
         conversation.back()
         conversation.release()
@@ -190,30 +252,59 @@ def test_the_commands_of_the_chat(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peer.answer = "ok"
-    script = "/back|/fork 2|/receipt|one|/receipt|/fork x|/fork 1|/use 2|two|/snapshots|/back|/use 9|/what|/quit|never"
+    script = "/back|/fork 2|/receipt|one|/receipt|/fork x|/fork 2|/use 3|two|/snapshots|/back|/use 9|/what|/quit|never"
     assert chat(peer, monkeypatch, *script.split("|")) == 0
-    shown = capsys.readouterr().out.splitlines()
+    # The peer numbers what it keeps; which of two answers ends first is open.
+    shown = re.sub(r"auto-\d{4}", "auto-N", capsys.readouterr().out).splitlines()
     receipt = shown.pop(4)
     assert receipt.startswith("restored 0 (disk 0, memory 0) · recomputed 0 · new 20 · TTFT 0.")
     assert shown == [
         "nothing to roll back",
-        "nothing to fork yet: say something first",
+        "nothing to answer yet: say something first",
         "no receipt yet",
         "ok",
         "/fork takes a number: /fork 3",
-        "branch 2: snapshots/auto-0003 (22 tokens)",
-        "you are on branch 1; /use K goes to another",
-        "branch 2 at 22 tokens",
+        "── answer 1 of 2: branch 2 ──",
+        "ok",
+        "── answer 2 of 2: branch 3 ──",
+        "ok",
+        "you are on branch 1; /use K goes on with another",
+        "branch 3 at 22 tokens",
         "ok",
         "NAME                 TOKENS  STORED  STATE   EXPIRES  KEPT  LABELS  PARENT",
-        "snapshots/auto-0002      22       0  memory  now      -     -       -",
-        "snapshots/auto-0003      22       0  memory  now      -     -       snapshots/auto-0002",
-        "snapshots/auto-0005      44       0  memory  now      -     -       snapshots/auto-0003",
-        "here: snapshots/auto-0005",
-        "back at 22 tokens: snapshots/auto-0006",
+        "snapshots/auto-N      22       0  memory  now      -     -       -",
+        "snapshots/auto-N      22       0  memory  now      -     -       -",
+        "snapshots/auto-N      22       0  memory  now      -     -       -",
+        "snapshots/auto-N      44       0  memory  now      -     -       snapshots/auto-N",
+        "here: snapshots/auto-N",
+        "back at 22 tokens: snapshots/auto-N",
         "restored 22 (disk 0, memory 22) · recomputed 0 · new 0 · 0 B read",
-        "/use takes a branch from 1 to 2",
+        "/use takes a branch from 1 to 3",
         "no such command: /what; /help lists them",
+    ]
+
+
+def test_a_turn_taken_back_to_the_start_is_tried_three_ways(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.answer = "ok"
+    assert chat(peer, monkeypatch, "one", "/back", "/fork 3", "/use 2", "two") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok",
+        "back at the start",
+        "── answer 1 of 3: branch 1 ──",
+        "ok",
+        "── answer 2 of 3: branch 2 ──",
+        "ok",
+        "── answer 3 of 3: branch 3 ──",
+        "ok",
+        "you are on branch 1; /use K goes on with another",
+        "branch 2 at 22 tokens",
+        "ok",
+    ]
+    assert [request.input.chat.messages[-1].parts[0].text for request in peer.requests("Generate")] == [
+        *["one"] * 4,
+        "two",
     ]
 
 
@@ -225,7 +316,7 @@ def test_a_chat_as_json(peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert [event["event"] for event in events] == [
         "turn",
         "receipt",
-        "branch",
+        "turn",
         "snapshot",
         "snapshot",
         "use",

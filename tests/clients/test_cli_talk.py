@@ -22,9 +22,10 @@ from _pytest.capture import CaptureIO
 from contract_peer import Peer, refuse
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2 as rpc
+from grpc_health.v1 import health_pb2
 from kvfork.v1 import inference_service_pb2 as inf
 from kvfork.v1 import types_pb2 as types
-from kvfork_client import MissReason, Usage
+from kvfork_client import Delta, MissReason, Usage
 
 from service.cli import chat, flags, generate, output, snapshots, talk
 
@@ -106,10 +107,16 @@ def test_plan_says_what_a_call_would_cost(peer: Peer, kvfork: Kvfork, capsys: py
 
 
 def test_health_is_an_exit_code(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
-    assert kvfork("health") == 0
+    """The peer's process serves; its InferenceService does not, as while a model loads."""
+    assert kvfork("health") == 1
+    assert kvfork("health", "--live") == 0
     assert kvfork("health", "InferenceService") == 1
-    assert capsys.readouterr().out == "serving\nnot serving\n"
+    assert capsys.readouterr().out == "not serving\nserving\nnot serving\n"
+    assert kvfork("health", "--live", "--json") == 0
+    assert lines(capsys.readouterr().out) == [{"service": "", "status": "serving"}]
     assert kvfork("health", "NoSuchService") == 1
+    peer.health.set("kvfork.v1.InferenceService", health_pb2.HealthCheckResponse.SERVING)
+    assert kvfork("health") == 0
 
 
 def until_said(text: str) -> None:
@@ -214,6 +221,22 @@ def test_reasoning_goes_to_stderr_and_the_answer_to_stdout(
     assert kvfork("generate", "q") == 0
     out, err = capsys.readouterr()
     assert (out, err.partition("restored")[0]) == ("Yes.<call/>\n", "Hm.")
+
+
+@pytest.mark.parametrize("said", ["", "\n", " \n \n"])
+@pytest.mark.parametrize("how", [(), ("-",), ("--system", "be brief"), ("-", "--parent", "plan-0001")])
+def test_nothing_on_stdin_is_a_wrong_use(
+    peer: Peer,
+    kvfork: Kvfork,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    said: str,
+    how: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    assert kvfork("generate", *how) == 2
+    assert capsys.readouterr() == ("", "error: no prompt: standard input is empty\n")
+    assert peer.requests("Generate") == []
 
 
 def test_generate_reads_the_prompt_from_stdin(peer: Peer, kvfork: Kvfork, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +370,46 @@ def test_snapshots_list_is_a_table(peer: Peer, kvfork: Kvfork, capsys: pytest.Ca
     (only,) = lines(capsys.readouterr().out)
     assert only["snapshot"]["name"] == "snapshots/plan-0001"
     assert only["snapshot"]["prefix_hash"] == "78" * 8
+
+
+EVIL = "\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202eok\nplan-9999"
+HARMLESS = r"\x1b[2J\x1b]0;mine\x07\r\x9b31m\u202eok\nplan-9999"
+
+
+def test_labels_reach_no_terminal_as_commands(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.keep("x", types.SnapshotOptions(snapshot_id="plan-0001", labels={"k": EVIL}))
+    for words in (("list",), ("get", "plan-0001")):
+        assert kvfork("snapshots", *words) == 0
+        out = capsys.readouterr().out
+        assert f"k={HARMLESS}" in out
+        assert all(c.isprintable() or c == "\n" for c in out)
+        assert kvfork("snapshots", *words, "--json") == 0
+        out = capsys.readouterr().out
+        assert all(c.isprintable() or c == "\n" for c in out)
+        assert json.loads(out)["snapshot"]["labels"] == {"k": EVIL}  # written otherwise, and the same
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_new_text_reaches_no_terminal_as_commands_and_a_pipe_as_it_is(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = stream()
+    monkeypatch.setattr(sys, "stdout", seen)
+    output.print_delta(Delta(text=EVIL + "\tend", first_position=0, token_count=1))
+    monkeypatch.undo()
+    expected = HARMLESS.replace(r"ok\n", "ok\n") if stream is Terminal else EVIL
+    assert seen.getvalue() == expected + "\tend"
+
+
+def test_errors_reach_no_terminal_as_commands(peer: Peer, kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvfork("snapshots", "get", "\x1b[2Jplan") == 1
+    err = capsys.readouterr().err
+    assert err and all(c.isprintable() or c == "\n" for c in err)
 
 
 def test_an_empty_list_says_so(kvfork: Kvfork, capsys: pytest.CaptureFixture[str]) -> None:

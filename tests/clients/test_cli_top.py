@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -121,23 +122,37 @@ def test_into_a_pipe_it_is_said_once(peer: Peer, capsys: pytest.CaptureFixture[s
     assert shown["snapshots"][0]["name"] == "snapshots/plan-0001" and "rows" in shown["cache"]
 
 
-def test_on_a_terminal_it_draws_until_it_is_interrupted_and_leaves_it_as_it_was(peer: Peer) -> None:
+@pytest.mark.parametrize("how", ["q", "Q", "x", "Ctrl-C"])
+def test_on_a_terminal_it_draws_until_it_is_ended_and_leaves_it_as_it_was(peer: Peer, how: str) -> None:
     peer.keep("abc", types.SnapshotOptions(snapshot_id="plan-0001"))
     mother, child = pty.openpty()
+    before = termios.tcgetattr(child)
+    every = "0.05" if how in ("x", "Ctrl-C") else "3600"  # a key is not waited for until the next look
     process = subprocess.Popen(
-        [sys.executable, "-m", "service", "top", "--address", peer.address, "--every", "0.05"],
+        [sys.executable, "-m", "service", "top", "--address", peer.address, "--every", every],
         stdin=child, stdout=child, stderr=child, cwd=ROOT, env={**os.environ, "TERM": "xterm"},
     )  # fmt: skip
-    os.close(child)
     seen = io.BytesIO()
-    give_up = time.monotonic() + 60
-    try:
-        while seen.getvalue().count(top.CLEAR.encode()) < 3:
+
+    def drawn(times: int) -> None:
+        give_up = time.monotonic() + 60
+        while seen.getvalue().count(top.ENDS.encode()) < times:
             assert time.monotonic() < give_up, seen.getvalue()
             if select.select([mother], [], [], 1.0)[0]:
                 seen.write(os.read(mother, 65536))
-        process.send_signal(signal.SIGINT)
+
+    try:
+        drawn(1)
+        if how == "x":  # means nothing
+            os.write(mother, b"x\x1b[A")
+            drawn(3)
+        if how in ("q", "Q"):
+            os.write(mother, how.encode())
+        else:
+            process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+        assert termios.tcgetattr(child) == before
+        os.close(child)
         while select.select([mother], [], [], 0.2)[0]:
             try:
                 seen.write(os.read(mother, 65536))
@@ -150,3 +165,4 @@ def test_on_a_terminal_it_draws_until_it_is_interrupted_and_leaves_it_as_it_was(
     screen = seen.getvalue().decode()
     assert re.search(r"plan-0001  3 memory", screen)
     assert screen.startswith(top.HIDE) and screen.endswith(top.SHOW)
+    assert f"\r\n\r\n{top.ENDS}" in screen

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from contract_peer import Peer
 
-CLIENT = Path(__file__).parents[2] / "clients" / "python"
+ROOT = Path(__file__).parents[2]
+CLIENT = ROOT / "clients" / "python"
 
 
 def run(*words: str) -> str:
@@ -40,8 +41,12 @@ def test_strip_reasoning(peer: Peer, said: str, kept: str) -> None:
     assert peer.snapshots == {}
 
 
-def test_the_readmes_code_runs(peer: Peer) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (CLIENT / "README.md").read_text(), re.DOTALL)
-    shown = run("-c", code.replace("127.0.0.1:50051", peer.address))
-    assert shown.startswith(peer.answer)
-    assert shown.splitlines()[-1] == "0"
+@pytest.mark.parametrize("page", [CLIENT / "README.md", ROOT / "README.md"], ids=["client", "project"])
+def test_a_readmes_first_code_runs_prints_line_by_line_and_sets_limits(peer: Peer, page: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]
+    shown = run("-c", code.replace("127.0.0.1:50051", peer.address)).splitlines()
+    assert shown[0] == peer.answer
+    receipt = [line for line in shown if "recomputed" in line][-1]
+    assert re.search("recomputed_tokens=0|, 0 recomputed", receipt)  # the rollback's
+    asked = peer.requests("Generate")
+    assert len(asked) >= 2 and all(request.stopping.max_tokens for request in asked)

@@ -55,7 +55,7 @@ def play(driver: Driver, scenarios: Sequence[Scenario], tell: Callable[[str], No
         listening = ("--unix-socket", str(Path(folder) / "socket"))
         with LiveServer(MODEL, *FLAGS, *listening, module="tests.conformance.witness", env=env) as server:
             reference = _reference(server)
-            with _conversation(driver, server.address, Path(folder) / "stderr") as ask:
+            with conversation(driver, server.address, Path(folder) / "stderr") as ask:
                 for scenario in sorted(scenarios, key=lambda one: one.drains):
                     problems = _play_one(scenario, server, witnessed, reference, ask, socket=listening[1])
                     tell(f"{driver.language:10} {scenario.id:16} {'ok' if not problems else 'FAILED'}")
@@ -138,7 +138,13 @@ def _drain_once_busy(server: LiveServer) -> threading.Thread:
 
 
 @contextmanager
-def _conversation(driver: Driver, address: str, log: Path) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+def conversation(
+    driver: Driver, address: str, log: Path, *, patience: float = PATIENCE
+) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Starts a driver; what it gives has one scenario played, and ends the driver after `patience` seconds.
+
+    The driver's stderr goes to `log`. Raises DriverEnded.
+    """
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [*driver.start, address],
@@ -152,7 +158,7 @@ def _conversation(driver: Driver, address: str, log: Path) -> Iterator[Callable[
     assert process.stdin is not None and process.stdout is not None
 
     def ask(message: dict[str, Any]) -> dict[str, Any]:
-        timer = threading.Timer(PATIENCE, process.kill)
+        timer = threading.Timer(patience, process.kill)
         timer.start()
         try:
             process.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]

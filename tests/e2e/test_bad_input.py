@@ -598,14 +598,33 @@ def test_a_taken_id_is_given_back_for_the_same_prefix(target: LiveServer) -> Non
 
 
 def test_a_message_of_5_mib_is_read(target: LiveServer) -> None:
-    text = "word " * 2**20
+    text = "word " * 2**18
     counted = target.inference.CountTokens(inference_pb.CountTokensRequest(input=raw(text)), timeout=PATIENCE)
     assert counted.total_tokens > CONTEXT and counted.remaining_tokens == 0
 
 
+def test_no_rpc_takes_more_text_than_the_server_does_at_a_time(target: LiveServer) -> None:
+    """A tokenizer cannot be interrupted: what is only counted is bounded like what is generated from."""
+    answer = refused(
+        lambda: target.inference.CountTokens(inference_pb.CountTokensRequest(input=raw("a" * (2 * 2**20 + 1))))
+    )
+    assert (answer.code, answer.reason, answer.fields) == ("INVALID_ARGUMENT", "INVALID_FIELD", ("input",))
+    assert answer.text == "input: has 2,097,153 bytes of text; the server takes 2,097,152 at a time"
+
+
+def test_marks_at_the_ends_of_many_messages_are_bounded_together(target: LiveServer) -> None:
+    many = pb.Input()
+    for _ in range(1025):
+        many.chat.messages.add(role=pb.ROLE_USER).parts.add(text="")
+    marks = [pb.Mark(message_count=count + 1) for count in range(64)]
+    answer = refused(lambda: generate(target, greedy(many, tokens=1, marks=marks)))
+    assert (answer.code, answer.reason, answer.fields) == ("INVALID_ARGUMENT", "INVALID_FIELD", ("marks",))
+    assert "times 1025 messages, are more than 65536" in answer.text
+
+
 def test_a_large_text_holds_up_nobody(target: LiveServer) -> None:
-    """One caller's 5 MiB take seconds to tokenize; the others, and the server's own word on its health, do not wait."""
-    large = inference_pb.CountTokensRequest(input=raw("word " * 2**20))
+    """One caller's 2 MB take seconds to tokenize; the others, and the server's own word on its health, do not wait."""
+    large = inference_pb.CountTokensRequest(input=raw("word " * 400_000))
     pending = target.inference.CountTokens.future(large, timeout=PATIENCE)
     for _ in range(5):
         target.stats()

@@ -295,25 +295,6 @@ def test_2000_cancelled_streams_leave_no_memory_behind() -> None:
 
 
 @pytest.mark.slow
-def test_a_silent_stream_survives_a_client_that_pings(server: LiveServer) -> None:
-    """Most servers answer the third ping without data with a GOAWAY."""
-    options = [
-        ("grpc.keepalive_time_ms", 11_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    with grpc.insecure_channel(server.address, options=options) as channel:
-        watch = SnapshotServiceStub(channel).WatchSnapshots(
-            snapshot_pb.WatchSnapshotsRequest(labels={"no": "such"}), timeout=75
-        )
-        heard: list[str] = []
-        ended = refused(lambda: heard.extend(message.WhichOneof("event") for message in watch))
-    assert (ended.code, heard) == ("DEADLINE_EXCEEDED", ["synced", "bookmark", "bookmark"]), ended
-
-
-@pytest.mark.slow
 def test_others_are_answered_while_60_mib_of_text_are_read(server: LiveServer) -> None:
     """How long they wait is `make bench-health`'s to say. Counting so many tokens may take longer than the call has."""
     from grpc_health.v1 import health_pb2

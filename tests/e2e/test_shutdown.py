@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork.v1 import snapshot_service_pb2 as snapshot_pb
 from kvfork.v1 import types_pb2 as pb
 
+from tests.e2e.inside import STUCK
 from tests.e2e.live import PATIENCE, LiveServer, answer_of, generate, greedy, prompt_of, raw, refusal_of, refused, until
 
 ENDLESS = 20_000
@@ -106,6 +108,20 @@ def test_a_draining_server_refuses_new_work_and_still_answers() -> None:
         assert (bound.code, bound.reason, bound.retry_seconds) == ("UNAVAILABLE", "SERVER_DRAINING", None)
         assert server.snapshots.GetSnapshot(snapshot_pb.GetSnapshotRequest(name=name)).snapshot.name == name
         assert server.process.wait(PATIENCE) == 0
+
+
+def test_work_on_text_that_hangs_keeps_no_process() -> None:
+    with LiveServer("tiny-gemma3", "--drain-seconds", "1", inside=True) as server:
+        call = server.inference.CountTokens.future(inference_pb.CountTokensRequest(input=raw(STUCK)))
+
+        def is_stuck() -> bool:
+            server.process.send_signal(signal.SIGUSR2)
+            return " in stuck" in server.log.read_text()
+
+        until(is_stuck, what="the text to be worked on")
+        assert server.terminate() == 0
+        assert call.exception() is not None
+        assert "text_0" in server.log.read_text(), "the log does not say what was left behind"
 
 
 def test_calls_that_arrive_during_a_stop_get_an_end() -> None:

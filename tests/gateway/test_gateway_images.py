@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import io
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,10 @@ from tests.gateway.live import LiveGateway
 from tests.images.pictures import png
 
 pytest.importorskip("mlx_vlm", reason="the vision extra is not installed")
+
+from service.models.vision.drawing import draw
+from service.models.vision.scenes import make_scene
+
 pytestmark = [pytest.mark.mlx]
 
 MODEL = "tiny-qwen3_5-vl"
@@ -62,3 +68,20 @@ def test_a_file_that_is_no_picture_is_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=1)
     assert caught.value.param == "messages[0].content[1]"
+
+
+@pytest.mark.slow
+def test_a_question_before_its_picture_is_answered_as_one_behind_it() -> None:
+    scene = make_scene(random.Random(1), held_out=True)
+    file = io.BytesIO()
+    draw(scene, 96, 96).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    parts: list[Any] = [
+        {"type": "text", "text": f"What colour is the {scene.things[0].shape}?"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    with LiveServer("tiny-vision") as server, LiveGateway(server) as gateway, gateway.client() as client:
+        for content in (parts, parts[::-1]):
+            messages: Any = [{"role": "user", "content": content}]
+            answer = client.chat.completions.create(model="tiny-vision", messages=messages, max_tokens=8, temperature=0)
+            assert answer.choices[0].message.content == scene.things[0].colour

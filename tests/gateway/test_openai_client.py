@@ -165,8 +165,6 @@ def test_what_is_asked_for_wrongly_is_named(client: openai.OpenAI) -> None:
     assert refused(stop=[""]) == (bad, "stop", "invalid_value")
     assert refused(logit_bias={"4294967295": 1}) == (bad, "logit_bias", "invalid_value")
     assert refused(model="gpt-0") == (missing, "model", "model_not_found")
-    tool = {"type": "function", "function": {"name": "f"}}
-    assert refused(tools=[tool]) == (bad, "tools", "unsupported_parameter")
     assert refused(extra_body={"novelty": 1}) == (bad, "novelty", "unsupported_parameter")
     assert refused(extra_body={"kvfork": {"parent": "snapshots/unknown-one"}}) == (missing, None, "snapshot_not_found")
     image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}

@@ -16,7 +16,8 @@ from tiny_worlds import LAYOUTS, prompt_of
 from kvcache.blocks import BlockKey, block_key, root_key
 from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import RECORD_HEADER, SEGMENT_HEADER, decode_segment_header
-from kvcache.inventory import Inventory
+from kvcache.inventory import HEAD as LIST_HEAD
+from kvcache.inventory import MAGIC, Inventory, decode_list
 from kvcache.keys import OwnerKey, OwnerSeal, decode_owners
 from kvcache.note_codec import (
     NODE_HEAD,
@@ -27,11 +28,12 @@ from kvcache.note_codec import (
     encode_node,
     encode_snapshot,
 )
+from kvcache.origin import Origin
 from kvcache.records import NoteKind, RecordKind
 from kvcache.recovery import read_segments
 from kvcache.scan import Scan, scan_records
 from kvcache.seal import sequence_of
-from kvcache.snapshots import Origin, Snapshot
+from kvcache.snapshots import Snapshot
 from kvcache.storage import MemoryStorage
 from kvcache.store_dir import Identity, StoreFile, decode_store_file
 from kvcache.tree import BlockTree
@@ -246,6 +248,8 @@ def check_any_bytes(data: bytes) -> None:
     answers(lambda d: decode_node(NODE_HEAD.pack(bytes(32), bytes(32), len(d) % 99, 1) + d, BlockKey(bytes(32))), data)
     answers(lambda d: decode_owners(d, STORE_ID, MASTER), data)
     answers(lambda d: decode_store_file(d, GOLDEN), data)
+    answers(lambda d: decode_list(d, KEY), data)
+    answers(lambda d: decode_list(LIST_HEAD.pack(MAGIC, 1, bytes(3), 1, bytes(16)) + d, KEY), data)
 
 
 @FEW

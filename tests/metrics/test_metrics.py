@@ -266,7 +266,7 @@ def serve(request: bytes, page: bytes = b"kvfork_up 1\n") -> bytes:
 
 
 def test_the_listener_answers_a_scrape() -> None:
-    head, _, body = serve(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").partition(b"\r\n\r\n")
+    head, _, body = serve(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").partition(b"\r\n\r\n")
     assert body == b"kvfork_up 1\n"
     lines = head.decode().split("\r\n")
     assert lines[0] == "HTTP/1.1 200 OK"
@@ -278,6 +278,12 @@ def test_the_listener_answers_a_scrape() -> None:
     [
         (b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", b"200"),
         (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"200"),
+        (b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9090\r\n\r\n", b"200"),
+        (b"GET /metrics HTTP/1.1\r\nHOST:[::1]:9090\r\n\r\n", b"200"),
+        (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n", b"403"),
+        (b"GET /metrics HTTP/1.1\r\nHost: 192.0.2.1\r\n\r\n", b"403"),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", b"403"),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost.evil.example\r\n\r\n", b"403"),
         (b"GET / HTTP/1.1\r\n\r\n", b"404"),
         (b"GET /metrics/../etc HTTP/1.1\r\n\r\n", b"404"),
         (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),

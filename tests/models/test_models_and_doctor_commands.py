@@ -83,7 +83,7 @@ def test_doctor_reports_every_part_of_the_machine(capsys: pytest.CaptureFixture[
     checks = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in checks]
     assert names == [
-        *("python", "platform", "mlx", "blas", "compile", "speed"),
+        *("python", "platform", "files", "mlx", "blas", "compile", "speed"),
         *("cache", "models", "go", "node", "java", "rust"),
     ]
     by_name = {check["name"]: check for check in checks}

@@ -70,13 +70,14 @@ def test_a_known_model_of_the_cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [(96, 96), (288, 32), (32, 288)], ids=str)
-def test_training_sees_what_template_processor_and_upstream_give_at_use(untrained, tokenizer, form, size):
+@pytest.mark.parametrize("text_first", [False, True], ids=["picture first", "text first"])
+def test_training_sees_what_template_processor_and_upstream_give_at_use(untrained, tokenizer, form, size, text_first):
     chat = chat_of(form, f"{form} {size}")
     width, height = size
     grid = (height // folder.PATCH // folder.MERGE, width // folder.PATCH // folder.MERGE)
     batch = batches.stack([batches.encode_chat(tokenizer, chat, grid)], size)
 
-    model = evaluate.Model(untrained)
+    model = evaluate.Model(untrained, text_first=text_first)
     pictures = [draw(scene, width, height) for message in chat for scene in message.pictures]
     given = model.inputs(list(chat), pictures, add_generation_prompt=False)
     ids = np.array(given["input_ids"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from kvfork.v1.inference_service_pb2_grpc import InferenceServiceStub
 from kvfork.v1.server_service_pb2_grpc import ServerServiceStub
 from kvfork.v1.snapshot_service_pb2_grpc import SnapshotServiceStub
@@ -127,6 +128,7 @@ class ScriptedCore:
         return Calls(self.meter, self.tracer)
 
     alive: bool = True
+    opened: bool = True  # the store of names
     draining: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
     running: int = 0  # generations whose iterator is open
@@ -303,6 +305,9 @@ class ScriptedCore:
         self.trimmed = (memory_bytes, disk_bytes)
         return self.stats()
 
+    def names_open(self) -> bool:
+        return self.opened
+
     def engine_alive(self) -> bool:
         return self.alive
 
@@ -334,6 +339,10 @@ class Serving:
     @property
     def snapshots(self) -> SnapshotServiceStub:
         return SnapshotServiceStub(self.channel)
+
+    @property
+    def health(self) -> HealthStub:
+        return HealthStub(self.channel)
 
     @property
     def info(self) -> ServerServiceStub:

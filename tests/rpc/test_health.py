@@ -31,10 +31,11 @@ def model(state: ModelState) -> list[ModelView]:
         # A thread that loads may not report yet.
         (ScriptedCore(model_views=model(ModelState.LOADING), alive=False), {PROCESS, SNAPSHOTS, SERVER}),
         (ScriptedCore(model_views=model(ModelState.FAILED), alive=False), {SNAPSHOTS, SERVER}),
+        (ScriptedCore(model_views=model(ModelState.FAILED), alive=False, opened=False), {SERVER}),
         (ScriptedCore(alive=False), {SNAPSHOTS, SERVER}),
         (ScriptedCore(draining=True), set()),
     ],
-    ids=["ready", "loading", "loading, no thread", "failed", "stuck", "draining"],
+    ids=["ready", "loading", "loading, no thread", "failed", "store refused", "stuck", "draining"],
 )
 def test_what_each_name_is_worth(core, serving_names):
     assert {name for name, value in observe(core).items() if value} == serving_names

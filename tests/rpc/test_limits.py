@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.internal import encoder
+from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 from kvfork.v1 import inference_service_pb2 as pb
+from kvfork.v1 import types_pb2
 
 from service.request import RawInput, TextPart
 
@@ -38,21 +43,82 @@ def test_a_5_mib_message_works():
     run(story)
 
 
-@pytest.mark.parametrize(
-    "compression",
-    [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate],
-    ids=["plain", "gzip", "deflate"],
-)
-def test_a_message_over_the_limit_is_refused_before_it_is_read(compression):
+def test_a_message_over_the_limit_is_refused_before_it_is_read():
     async def story():
         async with serving(max_request_bytes=MIB) as s:
-            for size in (MIB, 32 * MIB):  # compressed, both are tiny on the wire
+            for size in (MIB, 32 * MIB):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await drained(s.inference.Generate(request(size), compression=compression))
+                    await drained(s.inference.Generate(request(size)))
                 assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert s.core.calls == []
-            # The server is as it was, and takes compressed messages below the limit.
-            assert len(await drained(s.inference.Generate(request(MIB - 100), compression=compression))) == 3
+            assert len(await drained(s.inference.Generate(request(MIB - 100)))) == 3  # the server is as it was
+
+    run(story)
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate], ids=["gzip", "deflate"])
+@pytest.mark.parametrize("service", ["health", "inference"])
+def test_a_compressed_message_is_never_unpacked(compression, service):
+    """gRPC would unpack all of it before it looks at the limit: a megabyte on the wire can be a gigabyte."""
+
+    async def story():
+        async with serving(max_request_bytes=MIB) as s:
+            call = s.health.Check if service == "health" else s.inference.CountTokens
+            message = health_pb2.HealthCheckRequest() if service == "health" else request(1000)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(message, compression=compression)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "disabled" in caught.value.details()
+            assert s.core.calls == []
+            if service == "health":
+                assert (await call(message)).status == health_pb2.HealthCheckResponse.SERVING
+
+    run(story)
+
+
+def empty_parts(count: int) -> bytes:
+    """A request of raw input with so many parts that have nothing in them: two bytes each."""
+    return field(pb.GenerateRequest, "input", field(types_pb2.Input, "raw", b"\x0a\x00" * count))
+
+
+def field(message: Any, name: str, data: bytes) -> bytes:
+    return encoder.TagBytes(message.DESCRIPTOR.fields_by_name[name].number, 2) + encoder._VarintBytes(len(data)) + data
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_millions_of_empty_parts_are_counted_before_anything_is_made_of_them():
+    """Parsed, these 24 MiB were 700 MiB; what is held now is the bytes themselves, here and at the client."""
+
+    async def story():
+        async with serving() as s, grpc.aio.insecure_channel(s.addresses[0]) as channel:
+            call = channel.unary_stream("/kvfork.v1.InferenceService/Generate")
+            data = empty_parts(12 * 2**20)
+            before = high_water(anew=True)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_to_the_end(call(data))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details() == "a request has at most 262,144 fields, and 4,194,304 numbers in one"
+            assert high_water() - before < 200 * MIB
+            assert s.core.calls == []
+
+    run(story)
+
+
+def high_water(*, anew: bool = False) -> int:
+    """The most memory that the process has held, in bytes; `anew`: that it holds now, from which the mark starts."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def test_an_open_service_takes_no_more_than_a_name():
+    async def story():
+        async with serving() as s:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await s.health.Check(health_pb2.HealthCheckRequest(service="x" * 1100))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details() == "a request of this method has at most 1,024 bytes"
 
     run(story)
 

@@ -15,6 +15,8 @@ from kvfork.v1 import types_pb2 as pb
 from kvcache.receipt import MissReason, Usage
 from service.events import (
     Admission,
+    CallForm,
+    CallSyntax,
     Counted,
     Created,
     Delta,
@@ -268,6 +270,7 @@ def test_a_model_tells_its_defaults_once_it_is_ready():
         eos_token_ids=(2, 3),
         trimmable=True,
         tells_tool_calls=True,
+        call_form=CallForm(opening="<tool_call>", closing="</tool_call>", syntax=CallSyntax.TAGS),
         bytes_per_token=64,
         default_temperature=0.0,
         default_top_p=1.0,
@@ -280,5 +283,8 @@ def test_a_model_tells_its_defaults_once_it_is_ready():
         "topK": 0,
     }
     assert (message.tells_reasoning, message.tells_tool_calls) == (False, True)
+    form = message.tool_call_form
+    assert (form.opening, form.closing, form.syntax) == ("<tool_call>", "</tool_call>", form.SYNTAX_TAGS)
     loading = mapping_out.write_model(ModelView(name="models/m", state=ModelState.LOADING))
+    assert not loading.HasField("tool_call_form")
     assert not loading.HasField("default_sampling")

@@ -526,7 +526,10 @@ def test_a_second_server_on_the_same_port_does_not_start():
             with pytest.raises(CannotListen, match="another server has it"):
                 await second.start()
             heard: list[object] = []
-            assert await serve(ScriptedCore(), config, ready=heard.append) == EXIT_CANNOT_LISTEN
+            assert (
+                await serve(ScriptedCore(), config, ready=heard.append, begin=lambda: heard.append("begun"))
+                == EXIT_CANNOT_LISTEN
+            )
             assert heard == []
             for _ in range(10):  # every call still reaches the first
                 await drained(s.inference.Generate(PARENT))

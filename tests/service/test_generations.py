@@ -62,6 +62,7 @@ def test_whenever_a_caller_leaves_the_state_that_it_asked_for_gets_its_name(tmp_
     async def story() -> None:
         core = Core(config, "tiny-llama", loader(config, resolve("tiny-llama"), "tiny-llama"))
         await core.start()
+        core.load()
         try:
             while core.models()[0].state is not ModelState.READY:  # noqa: ASYNC110  as a client sees it
                 await asyncio.sleep(0.01)

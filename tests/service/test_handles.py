@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.cache import CacheLimits, PrefixCache
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
-from kvcache.records import RecordKind
+from kvcache.records import RecordId, RecordKind
 from kvcache.snapshots import GoneReason
 from kvcache.storage import MemoryStorage
 from kvcache.store import StoreConfig, TieredStore
@@ -36,7 +36,7 @@ class World:
         tokens = [rng.randrange(100) for _ in range(length)]
         node = self.cache.hold(self.cache.root("a"))
         for start in range(0, length, 256):
-            state = {RecordKind.FULL: b"f" * 50, RecordKind.WINDOW: b"w" * 20}
+            state = {RecordKind.FULL: b"f" * 50, RecordKind.WINDOW: b"w" * 20, RecordKind.LOGITS: b"l" * 10}
             parent, node = (
                 node,
                 self.cache.commit(node, tokens[start : start + 256], schedule, state, explicit=True).node,
@@ -66,7 +66,7 @@ def test_a_view_tells_all_that_is_known(world: World) -> None:
         name="snapshots/x", parent="snapshots/p", model="models/m", model_fingerprint="print", token_count=700,
         checkpointed_tokens=512, prefix_hash=bytes(node.content), residency=Residency.MEMORY, durable=False,
         expire_time=1100.0, pinned=False, labels=(("a", "1"), ("b", "2")), create_time=1000.0, last_use_time=1000.0,
-        exclusive_bytes=140, instance="here", active_uses=0,
+        exclusive_bytes=160, instance="here", active_uses=0,
     )  # fmt: skip
 
 
@@ -77,6 +77,8 @@ def test_residency_follows_the_state(world: World) -> None:
         return world.handles.view(snapshot).residency
 
     assert residency() is Residency.MEMORY
+    world.store.delete([RecordId(snapshot.node.key, RecordKind.LOGITS)])
+    assert residency() is Residency.DISK  # a call without input computes its last block again
     world.store.flush(0.0)
     assert residency() is Residency.DISK  # windows have left memory
     world.store.trim(memory_bytes=0)

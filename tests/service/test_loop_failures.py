@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvcache.checkpoints import CheckpointPolicy, Checkpoints
 from kvcache.layout import CacheLayout, LayerKind, LayerSpec
 from kvcache.receipt import MissReason
 from kvcache.records import RecordId, RecordKind
@@ -26,7 +27,7 @@ from service.request import Sampling
 from service.scheduler import State
 from service.text.stream import Piece
 from service.work import Ended, Failed, NodeAt
-from tests.service.loop_rig import LAYOUT, WAYS, Heard, LoopRig, PlainText, prompt_of
+from tests.service.loop_rig import LAYOUT, MIB, WAYS, Heard, LoopRig, PlainText, prompt_of
 
 # -- what goes wrong for one row
 
@@ -217,13 +218,20 @@ def test_more_recompute_than_allowed_is_refused_before_any_of_it(rig: LoopRig) -
 class Paced(FakeEngine):
     """Takes a hundredth of a second for each prompt token."""
 
-    def __init__(self) -> None:
-        super().__init__(LAYOUT)
+    def __init__(self, layout: CacheLayout = LAYOUT) -> None:
+        super().__init__(layout)
+        self._spent = 0.0
 
     def step(self, plan: StepPlan) -> StepResult:
         result = super().step(plan)
         result.prefill_seconds = 0.01 * result.prefill_tokens
+        self._spent += result.prefill_seconds
         return result
+
+    def spent(self) -> float:
+        """Seconds since this was asked last."""
+        spent, self._spent = self._spent, 0.0
+        return spent
 
 
 def test_a_call_whose_deadline_passes_in_the_queue_computes_nothing() -> None:
@@ -246,16 +254,109 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_not_begun() -> None:
     known = rig.submit(prompt, keep=[600])  # nothing is known of the pace yet
     rig.run()
     before = rig.loop.totals.tokens_prefilled
-    late = rig.submit(prompt_of(600, 2), generate=2, deadline=rig.now + 5.9)
+    late = rig.submit(prompt_of(600, 2), generate=2, deadline=rig.now + 2.5)  # no block is whole by then
     kept = rig.submit(prompt_of(600, 3), generate=2, deadline=rig.now + 5.9, save=True, save_on_cancel=True)
     warm = rig.submit([*prompt, 7], base=known.nodes[600], generate=2, deadline=rig.now + 5.9)
     ample = rig.submit(prompt_of(600, 4), generate=2, deadline=rig.now + 6.1)
     rig.run()
     assert isinstance(late.error, DeadlineUnmet)
-    assert late.error.metadata == {"neededSeconds": "6.000", "leftSeconds": "5.900"}
+    assert late.error.metadata == {"neededSeconds": "6.000", "leftSeconds": "2.500"}
     assert len(late.events) == 1
     assert [len(heard.tokens) for heard in (kept, warm, ample)] == [2, 2, 2]
     assert rig.loop.totals.tokens_prefilled - before == 600 + 1 + 1 + 600  # one to save, one behind the snapshot
+    rig.settle()
+
+
+def try_until(
+    rig: LoopRig, engine: Paced, seconds: float, prompt: list[int], **work: object
+) -> tuple[list[Heard], int]:
+    """Makes the same call with the same deadline until it ends otherwise than by it; what each try said.
+
+    Besides: the prompt tokens that all of them computed.
+    """
+    before = rig.loop.totals.tokens_prefilled
+    tries: list[Heard] = []
+    while len(tries) < 20:
+        deadline = rig.now + seconds
+        heard = rig.submit(prompt, generate=2, deadline=deadline, **work)  # type: ignore[arg-type]
+        tries.append(heard)
+        while heard.end is None:
+            if rig.now >= deadline:
+                rig.loop.cancel(heard.row)  # as gRPC does
+            if not rig.turn():
+                rig.store.run_pending()
+            rig.now += engine.spent()
+        if isinstance(heard.end, Ended | Failed) and rig.now < deadline:
+            break
+    return tries, rig.loop.totals.tokens_prefilled - before
+
+
+FULL_ONLY = CacheLayout((LayerSpec(LayerKind.FULL),))
+
+
+@pytest.mark.parametrize(
+    ("policy", "layout"),
+    [
+        (CheckpointPolicy.THROUGH, LAYOUT),
+        (CheckpointPolicy.THROUGH, FULL_ONLY),
+        (CheckpointPolicy.MARKS, FULL_ONLY),
+        (CheckpointPolicy.OFF, FULL_ONLY),
+    ],
+)
+def test_tries_with_a_deadline_that_is_too_short_for_the_prompt_come_to_its_end(
+    policy: CheckpointPolicy, layout: CacheLayout
+) -> None:
+    engine = Paced(layout)
+    rig = LoopRig(engine=engine, checkpoints=Checkpoints(policy=policy), memory=64 * MIB)
+    rig.submit(prompt_of(600))
+    rig.run()  # the pace is known: a hundredth of a second for a token
+    engine.spent()
+    prompt = prompt_of(2_900, 2)
+    tries, computed = try_until(rig, engine, 9.0, prompt)
+    assert tries[-1].tokens == engine.continuation(prompt, 2)
+    # Each computes four blocks, the last of them while its deadline passes, and none is computed twice.
+    assert (len(tries), computed) == (3, 2_900)
+    assert [heard.names() for heard in tries[:-1]] == [["Admitted", "Failed"]] * 2
+    rig.settle()
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MARKS, CheckpointPolicy.OFF])
+def test_a_try_is_refused_where_nothing_that_it_does_would_be_kept(policy: CheckpointPolicy) -> None:
+    engine = Paced()
+    rig = LoopRig(engine=engine, checkpoints=Checkpoints(policy=policy))
+    rig.submit(prompt_of(600))
+    rig.run()
+    engine.spent()
+    before = rig.loop.totals.tokens_prefilled
+    unmarked = rig.submit(prompt_of(3_000, 2), generate=2, deadline=rig.now + 9.0)
+    too_far = rig.submit(prompt_of(3_000, 2), generate=2, keep=[1_000], deadline=rig.now + 9.0)
+    rig.run()
+    assert [type(heard.error) for heard in (unmarked, too_far)] == [DeadlineUnmet] * 2
+    assert rig.loop.totals.tokens_prefilled == before
+    marked = rig.submit(prompt_of(3_000, 2), generate=2, keep=[800], deadline=rig.now + 9.0)
+    rig.run()
+    assert marked.nodes.keys() == {800} and len(marked.tokens) == 2  # nobody ended it here
+    rig.settle()
+
+
+def test_behind_a_parent_whose_decoded_state_is_gone_a_try_is_begun_only_where_the_parents_own_comes_first() -> None:
+    engine = Paced()
+    rig = LoopRig(engine=engine)
+    first = rig.submit(prompt_of(600), generate=1_500, most_new_tokens=1_500, save=True)
+    rig.run()
+    (node,) = first.nodes.values()
+    rig.store.flush(0.0)
+    rig.store.trim(memory_bytes=0)
+    rig.store.trim(disk_bytes=0)
+    engine.spent()
+    tokens = [*prompt_of(600), *first.tokens, 7]
+    tries, computed = try_until(rig, engine, 9.0, tokens, base=node)
+    # The first keeps the two blocks of the prompt, which are what they were. Then 1,588 decoded tokens have no place
+    # to stop at, and they take longer than a try has.
+    assert [type(heard.end) for heard in tries] == [Failed, Failed]
+    assert isinstance(tries[1].error, DeadlineUnmet) and computed == 1_024
+    ample, computed = try_until(rig, engine, 16.0, tokens, base=node)
+    assert (len(ample), len(ample[0].tokens), computed) == (1, 2, node.end + 1 - 512)
     rig.settle()
 
 

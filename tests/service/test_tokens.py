@@ -33,6 +33,13 @@ def test_a_token_is_found_by_itself_alone():
         assert table.find(wrong) is None
 
 
+@pytest.mark.parametrize("end", ["\x85", "\f", "\v", "\u2028", "\u2029", "\x1c", "\x1d", "\x1e", "\r"])
+def test_a_comment_ends_with_its_line_and_nowhere_else(end: str):
+    (token, line), (_, other) = new_token("alice"), new_token("bob")
+    table = parse_tokens(f"{other}\n# was: {end}{line}\n", "it")
+    assert len(table) == 1 and table.find(token) is None
+
+
 def test_tokens_differ_and_are_long_enough_for_a_plain_hash():
     made = {new_token("a")[0] for _ in range(100)}
     assert len(made) == 100
@@ -138,6 +145,23 @@ def test_a_file_is_due_when_it_changes_and_is_refused_if_others_may_write_it(tmp
     path.chmod(0o600)
     path.write_bytes(b"\xff\n")
     with pytest.raises(TokensUnusable, match="no UTF-8"):
+        source.read()
+
+
+def test_a_pipe_or_device_in_the_files_place_is_refused_and_not_waited_for(tmp_path: Path):
+    path = tmp_path / "tokens"
+    path.write_text(f"{new_token('alice')[1]}\n")
+    path.chmod(0o600)
+    source = TokenSource(file=path)
+    assert len(source.read()) == 1
+    path.unlink()
+    os.mkfifo(path, 0o600)  # opened like a file, it would wait for somebody who writes, for ever
+    assert source.due()
+    with pytest.raises(TokensUnusable, match="cannot be read: it is no regular file"):
+        source.read()
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(TokensUnusable, match="it is no regular file"):
         source.read()
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+from tokenizers import AddedToken
 
-from service.events import FinishReason, TextChannel
+from service.events import CallForm, CallSyntax, FinishReason, TextChannel
 from service.request import Stopping
-from service.text.formats import detect
+from service.text.formats import call_form, detect
 from service.text.stream import Piece, TextStream
 from service.text.tokens import TextCodec
 from tests.text import chat_templates, tiny_codecs
@@ -160,3 +161,31 @@ def test_the_format_is_read_off_template_and_tokenizer(tmp_path, template, reaso
     found = detect(tiny_codecs.codec(tmp_path, template))
     assert found.has_reasoning == reasoning
     assert (found.harmony or TOOL_CALL in {span.channel for span in found.spans}) == tools
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (TOOL_TEMPLATE, None),  # marks, and nothing that tells what is between them
+        (TOOL_TEMPLATE + r"{# {\"name\": <function-name>, \"arguments\": <args-json-object>} #}", CallSyntax.JSON),
+        (
+            TOOL_TEMPLATE + "{# <function=example>\n<parameter=one>\nvalue\n</parameter>\n</function> #}",
+            CallSyntax.TAGS,
+        ),
+        (chat_templates.HARMONY, None),
+        (chat_templates.QWEN3 + '{# [TOOL_CALLS] {"name": "f", "arguments": {}} #}', None),  # nothing closes it
+        (chat_templates.QWEN3 + '{# {"name": "f", "arguments": {}} #}', None),
+    ],
+)
+def test_how_a_model_writes_a_call_is_read_off_its_template(tmp_path, template, form):
+    codec = tiny_codecs.codec(tmp_path, template)
+    found = call_form(codec, detect(codec))
+    assert found == (form and CallForm(opening="<tool_call>", closing="</tool_call>", syntax=form))
+
+
+def test_marks_that_are_special_tokens_are_no_text_of_a_grammar(tmp_path):
+    tokenizer = tiny_codecs.byte_level()
+    tokenizer.add_special_tokens([AddedToken("<tool_call>", special=True)])
+    folder = tiny_codecs.save(tmp_path, tokenizer, template=TOOL_TEMPLATE + '{# {"name": "f", "arguments": {}} #}')
+    codec = TextCodec.load(folder)
+    assert detect(codec).has_tool_calls and call_form(codec, detect(codec)) is None

@@ -343,7 +343,8 @@ type GenerateRequest struct {
 	// save.snapshot_id, for the reply that would tell the name is lost.
 	SaveOnCancel bool `protobuf:"varint,8,opt,name=save_on_cancel,json=saveOnCancel,proto3" json:"save_on_cancel,omitempty"`
 	// Fail with FAILED_PRECONDITION rather than recompute more than this many
-	// tokens of the parent. Unset: no bound.
+	// tokens of the parent. Unset: no bound. Without input, a cut between kept
+	// places takes its last token again: such places have no logits.
 	MaxRecomputeTokens *uint32 `protobuf:"varint,9,opt,name=max_recompute_tokens,json=maxRecomputeTokens,proto3,oneof" json:"max_recompute_tokens,omitempty"`
 	// Places to keep as the context passes them; each is told by a Marked event.
 	Marks []*Mark `protobuf:"bytes,10,rep,name=marks,proto3" json:"marks,omitempty"`
@@ -1961,7 +1962,10 @@ type RollbackRequest struct {
 	Release Release `protobuf:"varint,6,opt,name=release,proto3,enum=kvfork.v1.Release" json:"release,omitempty"`
 	// How to keep the result.
 	Options *SnapshotOptions `protobuf:"bytes,7,opt,name=options,proto3" json:"options,omitempty"`
-	// As in GenerateRequest.
+	// Fail with FAILED_PRECONDITION rather than compute more than this many
+	// tokens. What the result needs is computed here: a call behind it computes
+	// nothing of it again, but the last token where a model whose layers all keep
+	// every token is cut between kept places and no input follows.
 	MaxRecomputeTokens *uint32 `protobuf:"varint,8,opt,name=max_recompute_tokens,json=maxRecomputeTokens,proto3,oneof" json:"max_recompute_tokens,omitempty"`
 	// As in GenerateRequest.
 	RequestId     string `protobuf:"bytes,15,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`

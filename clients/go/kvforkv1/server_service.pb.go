@@ -81,6 +81,60 @@ func (Model_State) EnumDescriptor() ([]byte, []int) {
 	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{7, 0}
 }
 
+// How a call is spelled.
+type ToolCallForm_Syntax int32
+
+const (
+	// Not told.
+	ToolCallForm_SYNTAX_UNSPECIFIED ToolCallForm_Syntax = 0
+	// A JSON object with "name" and "arguments".
+	ToolCallForm_SYNTAX_JSON ToolCallForm_Syntax = 1
+	// <function=NAME>, <parameter=NAME> with a value for each argument, and
+	// what closes them, each on a line.
+	ToolCallForm_SYNTAX_TAGS ToolCallForm_Syntax = 2
+)
+
+// Enum value maps for ToolCallForm_Syntax.
+var (
+	ToolCallForm_Syntax_name = map[int32]string{
+		0: "SYNTAX_UNSPECIFIED",
+		1: "SYNTAX_JSON",
+		2: "SYNTAX_TAGS",
+	}
+	ToolCallForm_Syntax_value = map[string]int32{
+		"SYNTAX_UNSPECIFIED": 0,
+		"SYNTAX_JSON":        1,
+		"SYNTAX_TAGS":        2,
+	}
+)
+
+func (x ToolCallForm_Syntax) Enum() *ToolCallForm_Syntax {
+	p := new(ToolCallForm_Syntax)
+	*p = x
+	return p
+}
+
+func (x ToolCallForm_Syntax) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ToolCallForm_Syntax) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvfork_v1_server_service_proto_enumTypes[1].Descriptor()
+}
+
+func (ToolCallForm_Syntax) Type() protoreflect.EnumType {
+	return &file_kvfork_v1_server_service_proto_enumTypes[1]
+}
+
+func (x ToolCallForm_Syntax) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ToolCallForm_Syntax.Descriptor instead.
+func (ToolCallForm_Syntax) EnumDescriptor() ([]byte, []int) {
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{8, 0}
+}
+
 // Where a sequence is.
 type Row_Phase int32
 
@@ -130,11 +184,11 @@ func (x Row_Phase) String() string {
 }
 
 func (Row_Phase) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvfork_v1_server_service_proto_enumTypes[1].Descriptor()
+	return file_kvfork_v1_server_service_proto_enumTypes[2].Descriptor()
 }
 
 func (Row_Phase) Type() protoreflect.EnumType {
-	return &file_kvfork_v1_server_service_proto_enumTypes[1]
+	return &file_kvfork_v1_server_service_proto_enumTypes[2]
 }
 
 func (x Row_Phase) Number() protoreflect.EnumNumber {
@@ -143,7 +197,7 @@ func (x Row_Phase) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Row_Phase.Descriptor instead.
 func (Row_Phase) EnumDescriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{10, 0}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{11, 0}
 }
 
 // Nothing to say.
@@ -650,8 +704,10 @@ type Model struct {
 	TellsReasoning bool `protobuf:"varint,11,opt,name=tells_reasoning,json=tellsReasoning,proto3" json:"tells_reasoning,omitempty"`
 	// Its tool calls are told apart: Delta.channel.
 	TellsToolCalls bool `protobuf:"varint,12,opt,name=tells_tool_calls,json=tellsToolCalls,proto3" json:"tells_tool_calls,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// How it writes a tool call, where its template shows one of these ways.
+	ToolCallForm  *ToolCallForm `protobuf:"bytes,13,opt,name=tool_call_form,json=toolCallForm,proto3" json:"tool_call_form,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Model) Reset() {
@@ -768,6 +824,78 @@ func (x *Model) GetTellsToolCalls() bool {
 	return false
 }
 
+func (x *Model) GetToolCallForm() *ToolCallForm {
+	if x != nil {
+		return x.ToolCallForm
+	}
+	return nil
+}
+
+// How a model writes a tool call. All of it is text, so that a grammar can
+// have it.
+type ToolCallForm struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What opens a call.
+	Opening string `protobuf:"bytes,1,opt,name=opening,proto3" json:"opening,omitempty"`
+	// What closes it.
+	Closing string `protobuf:"bytes,2,opt,name=closing,proto3" json:"closing,omitempty"`
+	// What stands between, on lines of its own.
+	Syntax        ToolCallForm_Syntax `protobuf:"varint,3,opt,name=syntax,proto3,enum=kvfork.v1.ToolCallForm_Syntax" json:"syntax,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ToolCallForm) Reset() {
+	*x = ToolCallForm{}
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ToolCallForm) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ToolCallForm) ProtoMessage() {}
+
+func (x *ToolCallForm) ProtoReflect() protoreflect.Message {
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ToolCallForm.ProtoReflect.Descriptor instead.
+func (*ToolCallForm) Descriptor() ([]byte, []int) {
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ToolCallForm) GetOpening() string {
+	if x != nil {
+		return x.Opening
+	}
+	return ""
+}
+
+func (x *ToolCallForm) GetClosing() string {
+	if x != nil {
+		return x.Closing
+	}
+	return ""
+}
+
+func (x *ToolCallForm) GetSyntax() ToolCallForm_Syntax {
+	if x != nil {
+		return x.Syntax
+	}
+	return ToolCallForm_SYNTAX_UNSPECIFIED
+}
+
 // Nothing to say.
 type GetCacheStatsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -777,7 +905,7 @@ type GetCacheStatsRequest struct {
 
 func (x *GetCacheStatsRequest) Reset() {
 	*x = GetCacheStatsRequest{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[8]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -789,7 +917,7 @@ func (x *GetCacheStatsRequest) String() string {
 func (*GetCacheStatsRequest) ProtoMessage() {}
 
 func (x *GetCacheStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[8]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -802,7 +930,7 @@ func (x *GetCacheStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCacheStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetCacheStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{8}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{9}
 }
 
 // Numbers.
@@ -822,7 +950,7 @@ type GetCacheStatsResponse struct {
 
 func (x *GetCacheStatsResponse) Reset() {
 	*x = GetCacheStatsResponse{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[9]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -834,7 +962,7 @@ func (x *GetCacheStatsResponse) String() string {
 func (*GetCacheStatsResponse) ProtoMessage() {}
 
 func (x *GetCacheStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[9]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -847,7 +975,7 @@ func (x *GetCacheStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCacheStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetCacheStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{9}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GetCacheStatsResponse) GetStats() *CacheStats {
@@ -896,7 +1024,7 @@ type Row struct {
 
 func (x *Row) Reset() {
 	*x = Row{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -908,7 +1036,7 @@ func (x *Row) String() string {
 func (*Row) ProtoMessage() {}
 
 func (x *Row) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[10]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -921,7 +1049,7 @@ func (x *Row) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Row.ProtoReflect.Descriptor instead.
 func (*Row) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{10}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Row) GetGeneration() string {
@@ -1065,7 +1193,7 @@ type CacheStats struct {
 
 func (x *CacheStats) Reset() {
 	*x = CacheStats{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1077,7 +1205,7 @@ func (x *CacheStats) String() string {
 func (*CacheStats) ProtoMessage() {}
 
 func (x *CacheStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[11]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1090,7 +1218,7 @@ func (x *CacheStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheStats.ProtoReflect.Descriptor instead.
 func (*CacheStats) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{11}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *CacheStats) GetCheckpointInterval() uint32 {
@@ -1358,7 +1486,7 @@ type TrimCacheRequest struct {
 
 func (x *TrimCacheRequest) Reset() {
 	*x = TrimCacheRequest{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1370,7 +1498,7 @@ func (x *TrimCacheRequest) String() string {
 func (*TrimCacheRequest) ProtoMessage() {}
 
 func (x *TrimCacheRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[12]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1383,7 +1511,7 @@ func (x *TrimCacheRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimCacheRequest.ProtoReflect.Descriptor instead.
 func (*TrimCacheRequest) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{12}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *TrimCacheRequest) GetMemoryBytes() uint64 {
@@ -1411,7 +1539,7 @@ type TrimCacheResponse struct {
 
 func (x *TrimCacheResponse) Reset() {
 	*x = TrimCacheResponse{}
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[13]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1423,7 +1551,7 @@ func (x *TrimCacheResponse) String() string {
 func (*TrimCacheResponse) ProtoMessage() {}
 
 func (x *TrimCacheResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvfork_v1_server_service_proto_msgTypes[13]
+	mi := &file_kvfork_v1_server_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1436,7 +1564,7 @@ func (x *TrimCacheResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrimCacheResponse.ProtoReflect.Descriptor instead.
 func (*TrimCacheResponse) Descriptor() ([]byte, []int) {
-	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{13}
+	return file_kvfork_v1_server_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *TrimCacheResponse) GetStats() *CacheStats {
@@ -1486,7 +1614,7 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\x0fGetModelRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\":\n" +
 	"\x10GetModelResponse\x12&\n" +
-	"\x05model\x18\x01 \x01(\v2\x10.kvfork.v1.ModelR\x05model\"\x9c\x04\n" +
+	"\x05model\x18\x01 \x01(\v2\x10.kvfork.v1.ModelR\x05model\"\xdb\x04\n" +
 	"\x05Model\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12 \n" +
 	"\vfingerprint\x18\x02 \x01(\tR\vfingerprint\x12,\n" +
@@ -1501,12 +1629,21 @@ const file_kvfork_v1_server_service_proto_rawDesc = "" +
 	"\x10default_sampling\x18\n" +
 	" \x01(\v2\x13.kvfork.v1.SamplingR\x0fdefaultSampling\x12'\n" +
 	"\x0ftells_reasoning\x18\v \x01(\bR\x0etellsReasoning\x12(\n" +
-	"\x10tells_tool_calls\x18\f \x01(\bR\x0etellsToolCalls\"T\n" +
+	"\x10tells_tool_calls\x18\f \x01(\bR\x0etellsToolCalls\x12=\n" +
+	"\x0etool_call_form\x18\r \x01(\v2\x17.kvfork.v1.ToolCallFormR\ftoolCallForm\"T\n" +
 	"\x05State\x12\x15\n" +
 	"\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rSTATE_LOADING\x10\x01\x12\x0f\n" +
 	"\vSTATE_READY\x10\x02\x12\x10\n" +
-	"\fSTATE_FAILED\x10\x03\"\x16\n" +
+	"\fSTATE_FAILED\x10\x03\"\xbe\x01\n" +
+	"\fToolCallForm\x12\x18\n" +
+	"\aopening\x18\x01 \x01(\tR\aopening\x12\x18\n" +
+	"\aclosing\x18\x02 \x01(\tR\aclosing\x126\n" +
+	"\x06syntax\x18\x03 \x01(\x0e2\x1e.kvfork.v1.ToolCallForm.SyntaxR\x06syntax\"B\n" +
+	"\x06Syntax\x12\x16\n" +
+	"\x12SYNTAX_UNSPECIFIED\x10\x00\x12\x0f\n" +
+	"\vSYNTAX_JSON\x10\x01\x12\x0f\n" +
+	"\vSYNTAX_TAGS\x10\x02\"\x16\n" +
 	"\x14GetCacheStatsRequest\"~\n" +
 	"\x15GetCacheStatsResponse\x12+\n" +
 	"\x05stats\x18\x01 \x01(\v2\x15.kvfork.v1.CacheStatsR\x05stats\x12\"\n" +
@@ -1608,60 +1745,64 @@ func file_kvfork_v1_server_service_proto_rawDescGZIP() []byte {
 	return file_kvfork_v1_server_service_proto_rawDescData
 }
 
-var file_kvfork_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_kvfork_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_kvfork_v1_server_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_kvfork_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_kvfork_v1_server_service_proto_goTypes = []any{
 	(Model_State)(0),              // 0: kvfork.v1.Model.State
-	(Row_Phase)(0),                // 1: kvfork.v1.Row.Phase
-	(*GetServerInfoRequest)(nil),  // 2: kvfork.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil), // 3: kvfork.v1.GetServerInfoResponse
-	(*Limits)(nil),                // 4: kvfork.v1.Limits
-	(*ListModelsRequest)(nil),     // 5: kvfork.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),    // 6: kvfork.v1.ListModelsResponse
-	(*GetModelRequest)(nil),       // 7: kvfork.v1.GetModelRequest
-	(*GetModelResponse)(nil),      // 8: kvfork.v1.GetModelResponse
-	(*Model)(nil),                 // 9: kvfork.v1.Model
-	(*GetCacheStatsRequest)(nil),  // 10: kvfork.v1.GetCacheStatsRequest
-	(*GetCacheStatsResponse)(nil), // 11: kvfork.v1.GetCacheStatsResponse
-	(*Row)(nil),                   // 12: kvfork.v1.Row
-	(*CacheStats)(nil),            // 13: kvfork.v1.CacheStats
-	(*TrimCacheRequest)(nil),      // 14: kvfork.v1.TrimCacheRequest
-	(*TrimCacheResponse)(nil),     // 15: kvfork.v1.TrimCacheResponse
-	nil,                           // 16: kvfork.v1.CacheStats.CheckpointsSkippedEntry
-	nil,                           // 17: kvfork.v1.CacheStats.EvictionsByTierEntry
-	(*durationpb.Duration)(nil),   // 18: google.protobuf.Duration
-	(*Sampling)(nil),              // 19: kvfork.v1.Sampling
+	(ToolCallForm_Syntax)(0),      // 1: kvfork.v1.ToolCallForm.Syntax
+	(Row_Phase)(0),                // 2: kvfork.v1.Row.Phase
+	(*GetServerInfoRequest)(nil),  // 3: kvfork.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil), // 4: kvfork.v1.GetServerInfoResponse
+	(*Limits)(nil),                // 5: kvfork.v1.Limits
+	(*ListModelsRequest)(nil),     // 6: kvfork.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),    // 7: kvfork.v1.ListModelsResponse
+	(*GetModelRequest)(nil),       // 8: kvfork.v1.GetModelRequest
+	(*GetModelResponse)(nil),      // 9: kvfork.v1.GetModelResponse
+	(*Model)(nil),                 // 10: kvfork.v1.Model
+	(*ToolCallForm)(nil),          // 11: kvfork.v1.ToolCallForm
+	(*GetCacheStatsRequest)(nil),  // 12: kvfork.v1.GetCacheStatsRequest
+	(*GetCacheStatsResponse)(nil), // 13: kvfork.v1.GetCacheStatsResponse
+	(*Row)(nil),                   // 14: kvfork.v1.Row
+	(*CacheStats)(nil),            // 15: kvfork.v1.CacheStats
+	(*TrimCacheRequest)(nil),      // 16: kvfork.v1.TrimCacheRequest
+	(*TrimCacheResponse)(nil),     // 17: kvfork.v1.TrimCacheResponse
+	nil,                           // 18: kvfork.v1.CacheStats.CheckpointsSkippedEntry
+	nil,                           // 19: kvfork.v1.CacheStats.EvictionsByTierEntry
+	(*durationpb.Duration)(nil),   // 20: google.protobuf.Duration
+	(*Sampling)(nil),              // 21: kvfork.v1.Sampling
 }
 var file_kvfork_v1_server_service_proto_depIdxs = []int32{
-	4,  // 0: kvfork.v1.GetServerInfoResponse.limits:type_name -> kvfork.v1.Limits
-	18, // 1: kvfork.v1.GetServerInfoResponse.uptime:type_name -> google.protobuf.Duration
-	18, // 2: kvfork.v1.Limits.max_ttl:type_name -> google.protobuf.Duration
-	9,  // 3: kvfork.v1.ListModelsResponse.models:type_name -> kvfork.v1.Model
-	9,  // 4: kvfork.v1.GetModelResponse.model:type_name -> kvfork.v1.Model
+	5,  // 0: kvfork.v1.GetServerInfoResponse.limits:type_name -> kvfork.v1.Limits
+	20, // 1: kvfork.v1.GetServerInfoResponse.uptime:type_name -> google.protobuf.Duration
+	20, // 2: kvfork.v1.Limits.max_ttl:type_name -> google.protobuf.Duration
+	10, // 3: kvfork.v1.ListModelsResponse.models:type_name -> kvfork.v1.Model
+	10, // 4: kvfork.v1.GetModelResponse.model:type_name -> kvfork.v1.Model
 	0,  // 5: kvfork.v1.Model.state:type_name -> kvfork.v1.Model.State
-	19, // 6: kvfork.v1.Model.default_sampling:type_name -> kvfork.v1.Sampling
-	13, // 7: kvfork.v1.GetCacheStatsResponse.stats:type_name -> kvfork.v1.CacheStats
-	12, // 8: kvfork.v1.GetCacheStatsResponse.rows:type_name -> kvfork.v1.Row
-	1,  // 9: kvfork.v1.Row.phase:type_name -> kvfork.v1.Row.Phase
-	18, // 10: kvfork.v1.Row.age:type_name -> google.protobuf.Duration
-	16, // 11: kvfork.v1.CacheStats.checkpoints_skipped:type_name -> kvfork.v1.CacheStats.CheckpointsSkippedEntry
-	17, // 12: kvfork.v1.CacheStats.evictions_by_tier:type_name -> kvfork.v1.CacheStats.EvictionsByTierEntry
-	13, // 13: kvfork.v1.TrimCacheResponse.stats:type_name -> kvfork.v1.CacheStats
-	2,  // 14: kvfork.v1.ServerService.GetServerInfo:input_type -> kvfork.v1.GetServerInfoRequest
-	5,  // 15: kvfork.v1.ServerService.ListModels:input_type -> kvfork.v1.ListModelsRequest
-	7,  // 16: kvfork.v1.ServerService.GetModel:input_type -> kvfork.v1.GetModelRequest
-	10, // 17: kvfork.v1.ServerService.GetCacheStats:input_type -> kvfork.v1.GetCacheStatsRequest
-	14, // 18: kvfork.v1.ServerService.TrimCache:input_type -> kvfork.v1.TrimCacheRequest
-	3,  // 19: kvfork.v1.ServerService.GetServerInfo:output_type -> kvfork.v1.GetServerInfoResponse
-	6,  // 20: kvfork.v1.ServerService.ListModels:output_type -> kvfork.v1.ListModelsResponse
-	8,  // 21: kvfork.v1.ServerService.GetModel:output_type -> kvfork.v1.GetModelResponse
-	11, // 22: kvfork.v1.ServerService.GetCacheStats:output_type -> kvfork.v1.GetCacheStatsResponse
-	15, // 23: kvfork.v1.ServerService.TrimCache:output_type -> kvfork.v1.TrimCacheResponse
-	19, // [19:24] is the sub-list for method output_type
-	14, // [14:19] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	21, // 6: kvfork.v1.Model.default_sampling:type_name -> kvfork.v1.Sampling
+	11, // 7: kvfork.v1.Model.tool_call_form:type_name -> kvfork.v1.ToolCallForm
+	1,  // 8: kvfork.v1.ToolCallForm.syntax:type_name -> kvfork.v1.ToolCallForm.Syntax
+	15, // 9: kvfork.v1.GetCacheStatsResponse.stats:type_name -> kvfork.v1.CacheStats
+	14, // 10: kvfork.v1.GetCacheStatsResponse.rows:type_name -> kvfork.v1.Row
+	2,  // 11: kvfork.v1.Row.phase:type_name -> kvfork.v1.Row.Phase
+	20, // 12: kvfork.v1.Row.age:type_name -> google.protobuf.Duration
+	18, // 13: kvfork.v1.CacheStats.checkpoints_skipped:type_name -> kvfork.v1.CacheStats.CheckpointsSkippedEntry
+	19, // 14: kvfork.v1.CacheStats.evictions_by_tier:type_name -> kvfork.v1.CacheStats.EvictionsByTierEntry
+	15, // 15: kvfork.v1.TrimCacheResponse.stats:type_name -> kvfork.v1.CacheStats
+	3,  // 16: kvfork.v1.ServerService.GetServerInfo:input_type -> kvfork.v1.GetServerInfoRequest
+	6,  // 17: kvfork.v1.ServerService.ListModels:input_type -> kvfork.v1.ListModelsRequest
+	8,  // 18: kvfork.v1.ServerService.GetModel:input_type -> kvfork.v1.GetModelRequest
+	12, // 19: kvfork.v1.ServerService.GetCacheStats:input_type -> kvfork.v1.GetCacheStatsRequest
+	16, // 20: kvfork.v1.ServerService.TrimCache:input_type -> kvfork.v1.TrimCacheRequest
+	4,  // 21: kvfork.v1.ServerService.GetServerInfo:output_type -> kvfork.v1.GetServerInfoResponse
+	7,  // 22: kvfork.v1.ServerService.ListModels:output_type -> kvfork.v1.ListModelsResponse
+	9,  // 23: kvfork.v1.ServerService.GetModel:output_type -> kvfork.v1.GetModelResponse
+	13, // 24: kvfork.v1.ServerService.GetCacheStats:output_type -> kvfork.v1.GetCacheStatsResponse
+	17, // 25: kvfork.v1.ServerService.TrimCache:output_type -> kvfork.v1.TrimCacheResponse
+	21, // [21:26] is the sub-list for method output_type
+	16, // [16:21] is the sub-list for method input_type
+	16, // [16:16] is the sub-list for extension type_name
+	16, // [16:16] is the sub-list for extension extendee
+	0,  // [0:16] is the sub-list for field type_name
 }
 
 func init() { file_kvfork_v1_server_service_proto_init() }
@@ -1670,15 +1811,15 @@ func file_kvfork_v1_server_service_proto_init() {
 		return
 	}
 	file_kvfork_v1_types_proto_init()
-	file_kvfork_v1_server_service_proto_msgTypes[11].OneofWrappers = []any{}
 	file_kvfork_v1_server_service_proto_msgTypes[12].OneofWrappers = []any{}
+	file_kvfork_v1_server_service_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvfork_v1_server_service_proto_rawDesc), len(file_kvfork_v1_server_service_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   16,
+			NumEnums:      3,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

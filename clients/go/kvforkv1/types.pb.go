@@ -92,7 +92,7 @@ type Residency int32
 const (
 	// Not used.
 	Residency_RESIDENCY_UNSPECIFIED Residency = 0
-	// Ready in memory: use costs no load.
+	// Ready in memory: use costs no load, and at most one token of compute.
 	Residency_RESIDENCY_MEMORY Residency = 1
 	// In the checkpoint store: use costs a load and < 256 tokens of compute.
 	Residency_RESIDENCY_DISK Residency = 2
@@ -1107,7 +1107,12 @@ type Snapshot struct {
 	// WRONG_INSTANCE, instead of saying that there is no such snapshot.
 	Instance string `protobuf:"bytes,18,opt,name=instance,proto3" json:"instance,omitempty"`
 	// Calls that read from it at this moment.
-	ActiveUses    uint32 `protobuf:"varint,19,opt,name=active_uses,json=activeUses,proto3" json:"active_uses,omitempty"`
+	ActiveUses uint32 `protobuf:"varint,19,opt,name=active_uses,json=activeUses,proto3" json:"active_uses,omitempty"`
+	// The state behind a snapshot never changes while it is stored, and prefilled
+	// state that was evicted comes back as it was. Decoded state does not: its
+	// tokens are prefilled, which gives other last bits. Each time this number
+	// counts up, log-probabilities may differ from those before in that measure.
+	StateRevision uint32 `protobuf:"varint,20,opt,name=state_revision,json=stateRevision,proto3" json:"state_revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1282,6 +1287,13 @@ func (x *Snapshot) GetInstance() string {
 func (x *Snapshot) GetActiveUses() uint32 {
 	if x != nil {
 		return x.ActiveUses
+	}
+	return 0
+}
+
+func (x *Snapshot) GetStateRevision() uint32 {
+	if x != nil {
+		return x.StateRevision
 	}
 	return 0
 }
@@ -1589,7 +1601,11 @@ type Usage struct {
 	// Of recomputed_tokens: past the last multiple of 256 before the place asked
 	// for, so that no checkpoint could have saved them; below 256. The others
 	// were computed again for lack of state, as miss_reason says.
-	GridTokens    uint32 `protobuf:"varint,12,opt,name=grid_tokens,json=gridTokens,proto3" json:"grid_tokens,omitempty"`
+	GridTokens uint32 `protobuf:"varint,12,opt,name=grid_tokens,json=gridTokens,proto3" json:"grid_tokens,omitempty"`
+	// State of the parent was lost and came back by other calls than those that
+	// made it: what this call says may differ in its last bits from what was said
+	// from the same parent before. See Snapshot.state_revision.
+	StateRemade   bool `protobuf:"varint,13,opt,name=state_remade,json=stateRemade,proto3" json:"state_remade,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1708,6 +1724,13 @@ func (x *Usage) GetGridTokens() uint32 {
 	return 0
 }
 
+func (x *Usage) GetStateRemade() bool {
+	if x != nil {
+		return x.StateRemade
+	}
+	return false
+}
+
 var File_kvfork_v1_types_proto protoreflect.FileDescriptor
 
 const file_kvfork_v1_types_proto_rawDesc = "" +
@@ -1774,7 +1797,7 @@ const file_kvfork_v1_types_proto_rawDesc = "" +
 	"\finclude_stop\x18\x06 \x01(\bR\vincludeStop\x128\n" +
 	"\n" +
 	"time_limit\x18\a \x01(\v2\x19.google.protobuf.DurationR\ttimeLimitB\r\n" +
-	"\v_max_tokens\"\xdc\x06\n" +
+	"\v_max_tokens\"\x83\a\n" +
 	"\bSnapshot\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06parent\x18\x02 \x01(\tR\x06parent\x12\x14\n" +
@@ -1801,7 +1824,8 @@ const file_kvfork_v1_types_proto_rawDesc = "" +
 	"\x0fexclusive_bytes\x18\x11 \x01(\x04R\x0eexclusiveBytes\x12\x1a\n" +
 	"\binstance\x18\x12 \x01(\tR\binstance\x12\x1f\n" +
 	"\vactive_uses\x18\x13 \x01(\rR\n" +
-	"activeUses\x1a9\n" +
+	"activeUses\x12%\n" +
+	"\x0estate_revision\x18\x14 \x01(\rR\rstateRevision\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\f\n" +
@@ -1828,7 +1852,7 @@ const file_kvfork_v1_types_proto_rawDesc = "" +
 	"\rmessage_count\x18\x02 \x01(\rH\x00R\fmessageCount\x121\n" +
 	"\blandmark\x18\x03 \x01(\x0e2\x13.kvfork.v1.LandmarkH\x00R\blandmark\x124\n" +
 	"\aoptions\x18\x04 \x01(\v2\x1a.kvfork.v1.SnapshotOptionsR\aoptionsB\x04\n" +
-	"\x02at\"\xea\x03\n" +
+	"\x02at\"\x8d\x04\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12+\n" +
@@ -1847,7 +1871,8 @@ const file_kvfork_v1_types_proto_rawDesc = "" +
 	"\vmiss_reason\x18\v \x01(\x0e2\x15.kvfork.v1.MissReasonR\n" +
 	"missReason\x12\x1f\n" +
 	"\vgrid_tokens\x18\f \x01(\rR\n" +
-	"gridTokensB\x0e\n" +
+	"gridTokens\x12!\n" +
+	"\fstate_remade\x18\r \x01(\bR\vstateRemadeB\x0e\n" +
 	"\f_diverged_at*_\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n" +

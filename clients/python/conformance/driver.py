@@ -436,7 +436,7 @@ PLAYS: dict[str, Callable[[Client, Given], dict[str, Any]]] = {
 
 def main() -> None:
     address = sys.argv[1]
-    with Client(address, timeout=60) as client:
+    with Client(address, timeout=600) as client:
         for line in sys.stdin:
             asked = json.loads(line)
             told: dict[str, Any] = {"scenario": asked["scenario"]}

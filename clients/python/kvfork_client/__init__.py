@@ -52,6 +52,7 @@ from .messages import (
 from .values import (
     Admission,
     CacheStats,
+    CallSyntax,
     Changed,
     Channel,
     Delta,
@@ -83,6 +84,7 @@ from .values import (
     Timing,
     TokenCount,
     TokenLogprob,
+    ToolCallForm,
     TopLogprob,
     Usage,
 )
@@ -96,6 +98,7 @@ __all__ = [
     "AsyncSnapshot",
     "AsyncWatch",
     "CacheStats",
+    "CallSyntax",
     "Changed",
     "Channel",
     "ChatInput",
@@ -153,6 +156,7 @@ __all__ = [
     "TokenCount",
     "TokenLogprob",
     "Tokens",
+    "ToolCallForm",
     "TopLogprob",
     "Usage",
     "Watch",

@@ -14,6 +14,7 @@ from kvfork.v1 import types_pb2 as types_pb
 from .values import (
     Admission,
     CacheStats,
+    CallSyntax,
     Channel,
     Created,
     Delta,
@@ -39,6 +40,7 @@ from .values import (
     Timing,
     TokenCount,
     TokenLogprob,
+    ToolCallForm,
     TopLogprob,
     Usage,
 )
@@ -78,6 +80,7 @@ def snapshot(message: types_pb.Snapshot) -> SnapshotInfo:
         exclusive_bytes=message.exclusive_bytes,
         instance=message.instance,
         active_uses=message.active_uses,
+        state_revision=message.state_revision,
     )
 
 
@@ -95,6 +98,7 @@ def usage(message: types_pb.Usage) -> Usage:
         diverged_at=message.diverged_at if _set(message, "diverged_at") else None,
         miss_reason=MissReason(int(message.miss_reason)),
         grid_tokens=message.grid_tokens,
+        state_remade=message.state_remade,
     )
 
 
@@ -251,9 +255,14 @@ def model(message: server_pb.Model) -> ModelInfo:
         trimmable=message.trimmable,
         tells_reasoning=message.tells_reasoning,
         tells_tool_calls=message.tells_tool_calls,
+        tool_call_form=_tool_call_form(message.tool_call_form) if _set(message, "tool_call_form") else None,
         bytes_per_token=message.bytes_per_token,
         default_sampling=_sampling_defaults(message.default_sampling),
     )
+
+
+def _tool_call_form(message: server_pb.ToolCallForm) -> ToolCallForm:
+    return ToolCallForm(opening=message.opening, closing=message.closing, syntax=CallSyntax(int(message.syntax)))
 
 
 def server_info(message: server_pb.GetServerInfoResponse) -> ServerInfo:

@@ -137,6 +137,7 @@ class SnapshotInfo:
     exclusive_bytes: int = 0  # freed if only this snapshot were deleted
     instance: str = ""
     active_uses: int = 0
+    state_revision: int = 0  # counts up when lost state came back with other last bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ class Usage:
     diverged_at: int | None = None  # first position outside every stored chain; None: it never left them
     miss_reason: MissReason = MissReason.NONE
     grid_tokens: int = 0  # of recomputed_tokens: past the last checkpoint's place, the others for lack of state
+    state_remade: bool = False  # lost state of the parent came back with other last bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +398,23 @@ class SamplingDefaults:
     presence_penalty: float | None = None
 
 
+class CallSyntax(WireEnum):
+    """How a tool call is spelled between its marks."""
+
+    UNSPECIFIED = 0
+    JSON = 1
+    TAGS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallForm:
+    """How a model writes a tool call."""
+
+    opening: str
+    closing: str
+    syntax: CallSyntax
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """A model the server knows."""
@@ -410,6 +429,7 @@ class ModelInfo:
     trimmable: bool = False
     tells_reasoning: bool = False  # apart from the answer, by Delta.channel
     tells_tool_calls: bool = False
+    tool_call_form: ToolCallForm | None = None
     bytes_per_token: int = 0
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvfork_client import AsyncSnapshot, Channel, Delta, Finished, FinishReason, TokenLogprob
 
 from .messages import ToolCall
-from .tools import parse
+from .tools import OPENINGS, hold_from, parse
 
 Chunk = dict[str, Any]
 
@@ -27,20 +27,27 @@ _REASONS = {
 
 
 class Choice:
-    """One of n. `index` is its number; `calls`: tool calls are told apart, as the request offers tools."""
+    """One of n. `index` is its number; `calls`: tool calls are told apart, as the request offers tools.
 
-    def __init__(self, index: int, *, calls: bool, logprobs: bool) -> None:
+    `opening`: calls are part of the answer's text, from the first of these marks on, as a grammar has it; else the
+    server tells them apart.
+    """
+
+    def __init__(self, index: int, *, calls: bool, logprobs: bool, opening: str | None = None) -> None:
         self.index = index
         self.ids = array("I")
         self.finished: Finished[AsyncSnapshot] | None = None
         self.reasoning_tokens = 0
         self.calls: list[ToolCall] = []
         self.said: list[str] = []  # answer and calls as the model wrote them, reasoning left out
+        self.left_out = False  # what may be the beginning of a call, since the answer was cut there
         self._wants_calls = calls
+        self._opening = opening
+        self._openings = OPENINGS if opening is None else (opening,)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._call = ""  # a run of calls, as far as it is known
-        self._space = ""  # white space that may only stand between two calls
+        self._held = ""  # white space that may only stand between two calls, and what may become a mark
         self._logprobs: list[Chunk] | None = [] if logprobs else None
         self._waiting: list[tuple[int, TokenLogprob]] = []  # (where its text begins, token), its text not shown yet
         self._token_bytes = 0
@@ -60,17 +67,30 @@ class Choice:
                 return []
             case _:
                 self.said.append(event.text)
-                return self._end_of_calls() + self._answer(event.text, event.logprobs)
+                self._note(event.logprobs)
+                if self._opening is not None and self._call:
+                    self._call += event.text
+                    return []
+                return self._end_of_calls() + self._answer(event.text)
 
     def finish(self, event: Finished[AsyncSnapshot]) -> list[Chunk]:
         """The rest, and last of all the reason."""
         self.finished = event
-        shown = self._end_of_calls()
-        if self._space and not self.calls:
-            shown += self._show(content=self._space)
-        self._space = ""
+        shown = self._end_of_calls(cut=self.cut)
+        held, self._held = self._held, ""
+        if self._may_go_on(held.lstrip(), event):
+            self.left_out = True
+        elif held.strip() or not self.calls:
+            shown += self._show(self._covered(held), content=held) if held else []
         shown.append({"delta": {}, "logprobs": None, "finish_reason": self.reason})
         return shown
+
+    @property
+    def cut(self) -> bool:
+        """Whether the model would have gone on: neither it nor its grammar came to an end."""
+        assert self.finished is not None
+        reason = self.finished.reason
+        return reason is not FinishReason.EOS and (reason is not FinishReason.STOP or self.finished.stop is not None)
 
     @property
     def reason(self) -> str:
@@ -101,38 +121,58 @@ class Choice:
     def content(self) -> str:
         return "".join(self._content)
 
-    def _answer(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Chunk]:
-        entries = self._covered(text, logprobs)
+    def _answer(self, text: str) -> list[Chunk]:
         if self._wants_calls:
-            text = self._space + text
-            solid = text.rstrip()
-            text, self._space = solid, text[len(solid) :]
+            text = self._held + text
+            at = text.find(self._opening) if self._opening is not None else -1
+            if at >= 0:
+                self._call, text = text[at:], text[:at].rstrip()
+                self._held = ""
+            else:
+                solid = hold_from(text, self._openings)
+                text, self._held = text[:solid], text[solid:]
+        entries = self._covered(text)
         if not text and not entries:
             return []
         return self._show(entries, content=text)
 
-    def _covered(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Chunk]:
-        """The tokens whose text has begun to be shown. What ends a text is no part of it: end token, stop string."""
+    def _may_go_on(self, text: str, event: Finished[AsyncSnapshot]) -> bool:
+        """Whether `text` is the beginning of a call that was cut there."""
+        if not text or not self.cut:
+            return False
+        text += event.stop or ""
+        return any(opening.startswith(text) or text.startswith(opening) for opening in self._openings)
+
+    def _note(self, logprobs: Sequence[TokenLogprob]) -> None:
         if self._logprobs is None:
-            return []
-        self._text_bytes += len(text.encode())
+            return
         for token in logprobs:
             self._waiting.append((self._token_bytes, token))
             self._token_bytes += len(token.token_bytes)
+
+    def _covered(self, text: str) -> list[Chunk]:
+        """The tokens whose text begins in `text`, which is next. What ends a text is no part of it."""
+        if self._logprobs is None:
+            return []
+        self._text_bytes += len(text.encode())
         ready = [token for start, token in self._waiting if start < self._text_bytes]
         del self._waiting[: len(ready)]
         entries = [_logprob(token) for token in ready]
         self._logprobs += entries
         return entries
 
-    def _end_of_calls(self) -> list[Chunk]:
+    def _end_of_calls(self, *, cut: bool = False) -> list[Chunk]:
+        """`cut`: what is not whole is nothing, since nobody could call it."""
         if not self._call:
             return []
         text, self._call = self._call, ""
-        calls = parse(text)
+        calls = parse(text, cut=cut)
+        self.left_out = self.left_out or cut
         if not calls:  # nothing that anybody could call: the caller gets to see what it is
-            self._space, text = "", self._space + text
-            return self._show(content=text)
+            if cut:
+                return []
+            held, self._held = self._held, ""
+            return self._show(self._covered(held), content=held + text)
         first = len(self.calls)
         self.calls += calls
         deltas = [{"index": first + i, **_call(call)} for i, call in enumerate(calls)]

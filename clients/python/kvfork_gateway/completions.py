@@ -16,10 +16,11 @@ from dataclasses import replace
 import kvfork_client as kv
 
 from .answer import Choice
+from .calling import OWN, Calling, Habit, needs_habit, plan
 from .completion import Completion, Stream
 from .conversations import Bounds, Place, same_tokens
 from .errors import Refused
-from .fields import refuse, unsupported
+from .fields import refuse
 from .keeping import Caller, Held, Keeper, Prompt, Start
 from .messages import as_messages, images_of
 from .request import ChatRequest
@@ -52,7 +53,7 @@ class Completions:
         self._let_in: OrderedDict[bytes, float] = OrderedDict()  # until when a caller is not asked about, by its key
         self._keeper = Keeper(bounds)
         self._spellings = Spellings()
-        self._takes_tools: dict[str, bool] = {}  # by fingerprint
+        self._habits: dict[str, Habit] = {}  # by fingerprint
         self._openings: dict[str, tuple[int, ...]] = {}  # by fingerprint: what opens an answer
 
     def caller(self, token: str | None) -> Caller:
@@ -93,18 +94,18 @@ class Completions:
         Raises Refused, KVForkError.
         """
         model = await self.model(request.model, caller)
-        if request.tools:
-            await self._require_tools(model, caller)
+        habit = await self._habit(model, caller) if needs_habit(request) else Habit(template=False)
+        calling = plan(request, habit)
         save = request.extension.save
         if request.n > 1 and save is not None and save.snapshot_id:
             refuse("kvfork.save.snapshot_id", "names one snapshot; leave it out where n is above 1")
-        prompt = await self._prompt(request, model, caller)
+        prompt = await self._prompt(request, calling, model, caller)
         sparing = False
         away = False  # the server that holds the place; another one may be there, and computes the prompt anew
         while True:
             place = None if away else self._keeper.find(prompt, model, caller)
             try:
-                return await self._begin(request, model, caller, prompt, place, sparing=sparing)
+                return await self._begin(request, calling, model, caller, prompt, place, sparing=sparing)
             except kv.Unavailable:
                 if place is None:
                     raise
@@ -123,25 +124,35 @@ class Completions:
     async def close(self) -> None:
         await self._keeper.close()
 
-    async def _require_tools(self, model: kv.ModelInfo, caller: Caller) -> None:
-        """Raises Refused unless the template writes tools and the server tells calls apart."""
-        if not model.tells_tool_calls:
-            unsupported("tools", "the model has no marks around tool calls that the server knows")
-        known = self._takes_tools.get(model.fingerprint)
-        if known is None:
-            turn = (kv.Message.user("?"),)
-            plain = await caller.client.count_tokens(kv.chat(turn), model=model.name, rendered=True)
-            with_tool = kv.chat(turn, template_vars={"tools": [_PROBE]})
-            told = await caller.client.count_tokens(with_tool, model=model.name, rendered=True)
-            known = self._takes_tools[model.fingerprint] = plain.token_ids != told.token_ids
-        if not known:
-            unsupported("tools", "the model's chat template does not write them")
+    async def _habit(self, model: kv.ModelInfo, caller: Caller) -> Habit:
+        """What the model knows of tools. Raises KVForkError."""
+        known = self._habits.get(model.fingerprint)
+        if known is not None:
+            return known
+        turn = kv.Message.user("?")
+        plain = await caller.client.count_tokens(kv.chat((turn,)), model=model.name, rendered=True)
+        told = kv.chat((turn,), template_vars={"tools": [_PROBE]})
+        with_tool = await caller.client.count_tokens(told, model=model.name, rendered=True)
+        if model.tells_tool_calls and plain.token_ids != with_tool.token_ids:
+            made = Habit(template=True, form=model.tool_call_form or OWN)
+        else:
+            made = Habit(template=False, system=await self._takes_system(model, caller))
+        self._habits[model.fingerprint] = made
+        return made
 
-    async def _prompt(self, request: ChatRequest, model: kv.ModelInfo, caller: Caller) -> Prompt:
-        turns = as_messages(request.turns, lambda turn: self._spellings.spelled(caller, turn))
+    async def _takes_system(self, model: kv.ModelInfo, caller: Caller) -> bool:
+        turns = (kv.Message.system("?"), kv.Message.user("?"))
+        try:
+            await caller.client.count_tokens(kv.chat(turns), model=model.name)
+        except kv.InvalidArgument:
+            return False
+        return True
+
+    async def _prompt(self, request: ChatRequest, calling: Calling, model: kv.ModelInfo, caller: Caller) -> Prompt:
+        turns = as_messages(calling.turns, lambda turn: self._spellings.spelled(caller, turn))
         variables = dict(request.template_vars)
-        if request.tools:
-            variables["tools"] = list(request.tools)
+        if calling.template_tools:
+            variables["tools"] = list(calling.template_tools)
         chat = kv.chat(turns, template_vars=variables)
         if request.extension.parent:
             return Prompt(input=chat)
@@ -164,6 +175,7 @@ class Completions:
     async def _begin(
         self,
         request: ChatRequest,
+        calling: Calling,
         model: kv.ModelInfo,
         caller: Caller,
         prompt: Prompt,
@@ -191,7 +203,7 @@ class Completions:
                 marked = shared.marks.get(0) if shared is not None else None
                 self._keeper.remember(completion, caller, prompt, model, place=place, shared=marked)
             for choice in completion.choices:
-                if choice.calls:
+                if choice.calls and not choice.left_out:
                     self._spellings.remember(caller, choice.calls, choice.content, "".join(choice.said))
             self._keeper.release(caller, start.passing)
 
@@ -208,13 +220,18 @@ class Completions:
                     stopping=request.stopping,
                     save=request.extension.save or (own if keeps else False),
                     marks=marks if shared is None else [],
-                    constraint=request.constraint,
+                    constraint=calling.constraint,
                     max_recompute_tokens=request.extension.max_recompute_tokens,
                     priority=request.extension.priority,
                     token_ids=True,
                     top_logprobs=request.top_logprobs,
                 )
-                choice = Choice(index, calls=bool(request.tools), logprobs=request.top_logprobs is not None)
+                choice = Choice(
+                    index,
+                    calls=bool(request.tools),
+                    logprobs=request.top_logprobs is not None,
+                    opening=calling.opening,
+                )
                 completion.streams.append(Stream(choice, generation))
             await completion.admitted()
         except BaseException:  # whatever it was: nothing runs on

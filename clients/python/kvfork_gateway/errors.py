@@ -83,6 +83,7 @@ _PARAMS = (
     (re.compile(r"sampling\.(\w+).*"), r"\1"),
     (re.compile(r"stopping\.(\w+).*"), r"\1"),
     (re.compile(r"output\.top_logprobs"), "top_logprobs"),
+    (re.compile(r"constraint\.lark.*"), "tools"),
     (re.compile(r"constraint\b.*"), "response_format"),
     (re.compile(r"input\.chat\.template_vars_json.*"), "chat_template_kwargs"),
     (re.compile(r"input\.chat\.messages\[(\d+)\]\.parts\[(\d+)\].*"), r"messages[\1].content[\2]"),

@@ -51,6 +51,10 @@ class Fields:
     def path(self, name: str) -> str:
         return f"{self._at}.{name}" if self._at else name
 
+    def has(self, name: str) -> bool:
+        """Whether it is there and was not taken yet."""
+        return name in self._left
+
     def take(self, name: str) -> Any:
         return self._left.pop(name, None)
 

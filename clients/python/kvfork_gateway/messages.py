@@ -35,11 +35,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One message. `content` is its text and images in order; `calls` those of an assistant."""
+    """One message. `content` is its text and images in order.
+
+    `calls` are those of an assistant; `answers` is the id of the call that a tool's result is of.
+    """
 
     role: Role
     content: tuple[str | Image, ...]
     calls: tuple[ToolCall, ...] = ()
+    answers: str = ""
 
 
 Spelled = Callable[[Turn], str]
@@ -71,10 +75,11 @@ def _turn(source: dict[str, Any] | Any, at: str) -> Turn:
         refuse(f"{at}.role", f'must be one of {", ".join(_ROLES)}, is "{name[:40]}"')
     calls = _calls(fields, at) if role is Role.ASSISTANT else ()
     content = _content(fields.take("content"), f"{at}.content", role, required=not calls)
+    answers = (fields.text("tool_call_id") or "") if role is Role.TOOL else ""
     # What tells a reader of the log something, and the model nothing.
     fields.ignore("name", "tool_call_id", "refusal", "annotations", "reasoning_content", "reasoning", "kvfork")
     fields.rest_is_unknown()
-    return Turn(role=role, content=content, calls=calls)
+    return Turn(role=role, content=content, calls=calls, answers=answers)
 
 
 def _content(value: Any, at: str, role: Role, *, required: bool) -> tuple[str | Image, ...]:

@@ -6,8 +6,8 @@ What is merely out of range is left to the server, which knows the limits; `erro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfork_client import Constraint, Durability, Sampling, SaveOptions, Stopping
@@ -33,8 +33,20 @@ class Extension:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """What is to be done with the tools. `names`: those that may be called; none: all of them.
+
+    `parallel`: several calls in one answer; None where the caller said nothing of it.
+    """
+
+    required: bool = False
+    parallel: bool | None = None
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What is asked for. `tools` are the protocol's own objects, for the model's template."""
+    """What is asked for. `tools` are the protocol's own objects, none where none may be called."""
 
     model: str
     turns: tuple[Turn, ...]
@@ -46,6 +58,7 @@ class ChatRequest:
     top_logprobs: int | None
     constraint: Constraint | None
     tools: tuple[Object, ...]
+    choice: ToolChoice
     template_vars: Mapping[str, object]
     extension: Extension = field(default_factory=Extension)
 
@@ -67,9 +80,7 @@ def read(source: Object) -> ChatRequest:
     stopping = _stopping(fields)
     top_logprobs = _logprobs(fields)
     constraint = _form(fields)
-    tools = _tools(fields)
-    if tools and constraint is not None:
-        unsupported("response_format", "a form leaves no room for tool calls: leave one of the two out")
+    tools, choice = _tools(fields)
     variables = _variables(fields)
     extension = _extension(fields)
     _indifferent(fields)
@@ -85,6 +96,7 @@ def read(source: Object) -> ChatRequest:
         top_logprobs=top_logprobs,
         constraint=constraint,
         tools=tools,
+        choice=choice,
         template_vars=variables,
         extension=extension,
     )
@@ -94,7 +106,8 @@ def _sampling(fields: Fields) -> Sampling:
     bias: dict[int, float] = {}
     for name, value in (fields.object("logit_bias") or {}).items():
         at = f"logit_bias.{name[:20]}"
-        if not name.isdecimal() or not name.isascii() or int(name[:11]) >= 2**32:
+        # Python makes no number of thousands of digits; a token id has ten at most.
+        if not name.isdecimal() or not name.isascii() or len(name) > 10 or int(name) >= 2**32:
             refuse(at, "is no token id")
         bias[int(name)] = Fields({"bias": value}, at).number("bias") or 0.0
     seed = fields.whole("seed")
@@ -157,25 +170,73 @@ def _form(fields: Fields) -> Constraint | None:
     return Constraint(json_schema=json.dumps(schema), after_reasoning=True)
 
 
-def _tools(fields: Fields) -> tuple[Object, ...]:
+def _tools(fields: Fields) -> tuple[tuple[Object, ...], ToolChoice]:
     for name in ("functions", "function_call"):
         if fields.take(name) is not None:
             unsupported(name, "use tools and tool_choice")
-    tools = tuple(fields.items("tools") or ())
+    given = fields.items("tools")
+    if given is not None and not given:
+        refuse("tools", "must hold at least one tool; leave it out for none")
+    tools = tuple(given or ())
+    names: list[str] = []
     for i, tool in enumerate(tools):
         at = f"tools[{i}]"
         one = Fields(object_of(tool, at), at)
         if one.text("type") != "function":
             unsupported(f"{at}.type", 'must be "function"')
-        text_of(object_of(one.take("function"), f"{at}.function").get("name"), f"{at}.function.name")
-    choice = fields.take("tool_choice")
-    if choice == "none":
-        tools = ()
-    elif choice not in (None, "auto"):
-        unsupported("tool_choice", 'must be "auto" or "none": whether to call is the model\'s choice')
-    if not fields.flag("parallel_tool_calls", default=True) and tools:
-        unsupported("parallel_tool_calls", "how many calls it makes is the model's choice")
-    return tools
+        function = Fields(object_of(one.take("function"), f"{at}.function"), f"{at}.function")
+        name = text_of(function.take("name"), f"{at}.function.name")
+        if not name or name in names:
+            refuse(f"{at}.function.name", "names a tool twice" if name else "is empty")
+        names.append(name)
+        function.object("parameters")
+    choice = _choice(fields.take("tool_choice"), names)
+    parallel = fields.flag("parallel_tool_calls") if fields.has("parallel_tool_calls") else None
+    return (() if choice is None else tools), replace(choice or ToolChoice(), parallel=parallel)
+
+
+def _choice(source: Any, names: Sequence[str]) -> ToolChoice | None:
+    """None where nothing may be called."""
+    if source in (None, "auto"):
+        return ToolChoice()
+    if source == "none":
+        return None
+    if not names:
+        refuse("tool_choice", "is of no use without tools")
+    if source == "required":
+        return ToolChoice(required=True)
+    if not isinstance(source, dict):
+        refuse("tool_choice", 'must be "none", "auto", "required" or an object that names a function')
+    fields = Fields(source, "tool_choice")
+    kind = fields.text("type")
+    if kind == "function":
+        chosen = ToolChoice(required=True, names=frozenset([_named(fields, "tool_choice", names)]))
+    elif kind == "allowed_tools":
+        at = "tool_choice.allowed_tools"
+        allowed = Fields(object_of(fields.take("allowed_tools"), at), at)
+        mode = allowed.text("mode")
+        if mode not in ("auto", "required"):
+            refuse(f"{at}.mode", 'must be "auto" or "required"')
+        items = [object_of(item, f"{at}.tools[{i}]") for i, item in enumerate(allowed.items("tools") or ())]
+        if not items:
+            refuse(f"{at}.tools", "must hold at least one tool")
+        allowed.rest_is_unknown()
+        found = [_named(Fields(item, f"{at}.tools[{i}]"), f"{at}.tools[{i}]", names) for i, item in enumerate(items)]
+        chosen = ToolChoice(required=mode == "required", names=frozenset(found))
+    else:
+        unsupported("tool_choice.type", 'must be "function" or "allowed_tools"')
+    fields.rest_is_unknown()
+    return chosen
+
+
+def _named(fields: Fields, at: str, names: Sequence[str]) -> str:
+    """The function that an object names, which must be one of `names`."""
+    fields.ignore("type")
+    function = Fields(object_of(fields.take("function"), f"{at}.function"), f"{at}.function")
+    name = text_of(function.take("name"), f"{at}.function.name")
+    if name not in names:
+        refuse(f"{at}.function.name", f'is none of the tools: "{name[:64]}"')
+    return name
 
 
 def _variables(fields: Fields) -> dict[str, object]:

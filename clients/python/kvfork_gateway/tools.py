@@ -12,22 +12,56 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 from .messages import ToolCall, Turn
 
-_MARKS = re.compile(
-    r"</?tool_call>|<\|tool_calls?_(?:start|end)\|>|<\|tool_calls_section_(?:begin|end)\|>|"
-    r"<\|(?:START|END)_ACTION\|>|\[TOOL_CALLS\]|<\|python_tag\|>|</?minimax:tool_call>|</?longcat_tool_call>"
+OPENINGS = (
+    "<tool_call>",
+    "<|tool_call_start|>",
+    "<|tool_calls_section_begin|>",
+    "<｜tool▁calls▁begin｜>",
+    "<|START_ACTION|>",
+    "<|tool_call>",
+    "<start_function_call>",
+    "<minimax:tool_call>",
+    "<longcat_tool_call>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<|start|>",
+    "<|channel|>",
 )
-_XML = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_XML_ARGUMENT = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_HARMONY = re.compile(r"\bto=(?:functions\.)?([\w.-]+)[^{]*<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)", re.DOTALL)
+"""What a call may begin with, whatever the model."""
+
+_CLOSINGS = (
+    "</tool_call>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+    "<｜tool▁calls▁end｜>",
+    "<|END_ACTION|>",
+    "<tool_call|>",
+    "<end_function_call>",
+    "</minimax:tool_call>",
+    "</longcat_tool_call>",
+)
+_MARK = "|".join(map(re.escape, OPENINGS + _CLOSINGS))
+_BETWEEN = re.compile(rf"(?:[\s,;]|{_MARK})*")
+_AROUND = re.compile(rf"^(?:\s|{_MARK})+|(?:\s|{_MARK})+$")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>")
+_IN_FUNCTION = re.compile(r"<parameter=([^>\n]+)>\n?|</function>")
+_PARAMETER_END = re.compile(r"\s*</parameter>")
+_HARMONY = re.compile(r"\bto=(?:functions\.)?([\w.-]+)[^{]*<\|message\|>(.*?)(<\|call\|>|<\|end\|>|$)", re.DOTALL)
+_SPACE = re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
 
 
-def parse(text: str) -> list[ToolCall]:
-    """The calls that a model wrote, in order; none if it is in no known form. Each gets an id of its own."""
-    for read in (_harmony, _xml, _json, _pythonic):
+def parse(text: str, *, cut: bool = False) -> list[ToolCall]:
+    """The calls that a model wrote, in order; none if it is in no known form. Each gets an id of its own.
+
+    `cut`: the model was stopped; those are told that were whole by then.
+    """
+    for read in (partial(_json, cut=cut), partial(_harmony, cut=cut), _tags, _pythonic):
         try:
             found = read(text)
         except RecursionError:  # nested deeper than this can follow: nothing that anybody could call
@@ -38,6 +72,15 @@ def parse(text: str) -> list[ToolCall]:
                 for name, arguments in found
             ]
     return []
+
+
+def hold_from(text: str, openings: Sequence[str]) -> int:
+    """Where white space and the beginning of a mark begin, at the end of `text`: nobody knows yet what they will be."""
+    longest = min(len(text), max(map(len, openings)) - 1)
+    for length in range(longest, 0, -1):
+        if any(opening.startswith(text[-length:]) for opening in openings):
+            return len(text[:-length].rstrip())
+    return len(text.rstrip())
 
 
 def spelled(turn: Turn) -> str:
@@ -84,36 +127,15 @@ def _spelled(name: str, arguments: Any) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-def _harmony(text: str) -> list[tuple[str, str]]:
-    return [(match[1], match[2].strip()) for match in _HARMONY.finditer(text)]
-
-
-def _xml(text: str) -> list[tuple[str, str]]:
-    found = []
-    for match in _XML.finditer(text):
-        arguments = {name.strip(): _value(value) for name, value in _XML_ARGUMENT.findall(match[2])}
-        found.append((match[1].strip(), json.dumps(arguments, ensure_ascii=False)))
-    return found
-
-
-def _value(text: str) -> Any:
-    """A parameter: JSON where it is, else the text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _json(text: str) -> list[tuple[str, str]]:
+def _json(text: str, *, cut: bool) -> list[tuple[str, str]]:
     """Objects, or arrays of them, one after the other, with nothing but marks and separators between."""
-    rest = _MARKS.sub(" ", text).strip()
-    decoder = json.JSONDecoder()
     found: list[tuple[str, str]] = []
-    while rest:
+    at = _after(_BETWEEN, text, 0)
+    while at < len(text):
         try:
-            made, end = decoder.raw_decode(rest)
+            made, end = _DECODER.raw_decode(text, at)
         except ValueError:
-            return []
+            return found if cut else []
         for item in made if isinstance(made, list) else [made]:
             if isinstance(item, dict) and isinstance(item.get("function"), dict):
                 item = item["function"]
@@ -123,15 +145,54 @@ def _json(text: str) -> list[tuple[str, str]]:
             arguments = item.get("arguments", item.get("parameters", {}))
             as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             found.append((name, as_text))
-        rest = rest[end:].lstrip(" \t\r\n,;")
+        at = _after(_BETWEEN, text, end)
     return found
+
+
+def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return at if match is None else match.end()
+
+
+def _harmony(text: str, *, cut: bool) -> list[tuple[str, str]]:
+    return [(match[1], match[2].strip()) for match in _HARMONY.finditer(text) if match[3] or not cut]
+
+
+def _tags(text: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    at = 0
+    while (opened := _FUNCTION.search(text, at)) is not None:
+        arguments: dict[str, Any] = {}
+        at = opened.end()
+        while (inner := _IN_FUNCTION.search(text, at)) is not None and inner[1] is not None:
+            value = _value(text, inner.end())
+            if value is None:
+                return found
+            arguments[inner[1].strip()], at = value
+        if inner is None:
+            return found
+        found.append((opened[1].strip(), json.dumps(arguments, ensure_ascii=False)))
+        at = inner.end()
+    return found
+
+
+def _value(text: str, at: int) -> tuple[Any, int] | None:
+    """(a parameter: JSON where it is, else the text; where what closes it ends); None if nothing does."""
+    try:
+        made, end = _DECODER.raw_decode(text, _after(_SPACE, text, at))
+        closed = _PARAMETER_END.match(text, end)
+        if closed is not None:
+            return made, closed.end()
+    except (ValueError, RecursionError):
+        pass
+    end = text.find("</parameter>", at)
+    return None if end < 0 else (text[at:end].removesuffix("\n"), end + len("</parameter>"))
 
 
 def _pythonic(text: str) -> list[tuple[str, str]]:
     """`[name(argument=literal, …), …]`."""
-    source = _MARKS.sub(" ", text).strip()
     try:
-        made = ast.parse(source, mode="eval").body
+        made = ast.parse(_AROUND.sub("", text), mode="eval").body
     except (SyntaxError, ValueError, MemoryError):
         return []
     found = []

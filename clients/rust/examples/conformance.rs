@@ -512,7 +512,7 @@ async fn play(scenario: &str, client: &Client, given: &Given) -> Seen {
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn StdError>> {
     let address = std::env::args().nth(1).ok_or("usage: conformance ADDRESS")?;
-    let client = Client::builder(&address).timeout(Duration::from_secs(60)).build()?;
+    let client = Client::builder(&address).timeout(Duration::from_secs(600)).build()?;
     for line in std::io::stdin().lock().lines() {
         let asked: Value = serde_json::from_str(&line?)?;
         let scenario = asked["scenario"].as_str().ok_or("no scenario")?;

@@ -418,7 +418,7 @@ const plays: Record<string, (client: Client, given: Given) => Promise<Seen>> = {
   },
 };
 
-const client = new Client(process.argv[2]!, { timeoutMs: 60_000 });
+const client = new Client(process.argv[2]!, { timeoutMs: 600_000 });
 for await (const line of createInterface({ input: process.stdin })) {
   const { scenario, given } = JSON.parse(line) as { scenario: string; given: Given };
   const play = plays[scenario];

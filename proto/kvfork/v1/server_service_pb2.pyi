@@ -88,7 +88,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "fingerprint", "state", "context_tokens", "vocab_size", "eos_token_ids", "vision", "trimmable", "bytes_per_token", "default_sampling", "tells_reasoning", "tells_tool_calls")
+    __slots__ = ("name", "fingerprint", "state", "context_tokens", "vocab_size", "eos_token_ids", "vision", "trimmable", "bytes_per_token", "default_sampling", "tells_reasoning", "tells_tool_calls", "tool_call_form")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Model.State]
@@ -111,6 +111,7 @@ class Model(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TELLS_REASONING_FIELD_NUMBER: _ClassVar[int]
     TELLS_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_FORM_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     state: Model.State
@@ -123,7 +124,26 @@ class Model(_message.Message):
     default_sampling: _types_pb2.Sampling
     tells_reasoning: bool
     tells_tool_calls: bool
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., state: _Optional[_Union[Model.State, str]] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vision: _Optional[bool] = ..., trimmable: _Optional[bool] = ..., bytes_per_token: _Optional[int] = ..., default_sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., tells_reasoning: _Optional[bool] = ..., tells_tool_calls: _Optional[bool] = ...) -> None: ...
+    tool_call_form: ToolCallForm
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., state: _Optional[_Union[Model.State, str]] = ..., context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vision: _Optional[bool] = ..., trimmable: _Optional[bool] = ..., bytes_per_token: _Optional[int] = ..., default_sampling: _Optional[_Union[_types_pb2.Sampling, _Mapping]] = ..., tells_reasoning: _Optional[bool] = ..., tells_tool_calls: _Optional[bool] = ..., tool_call_form: _Optional[_Union[ToolCallForm, _Mapping]] = ...) -> None: ...
+
+class ToolCallForm(_message.Message):
+    __slots__ = ("opening", "closing", "syntax")
+    class Syntax(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SYNTAX_UNSPECIFIED: _ClassVar[ToolCallForm.Syntax]
+        SYNTAX_JSON: _ClassVar[ToolCallForm.Syntax]
+        SYNTAX_TAGS: _ClassVar[ToolCallForm.Syntax]
+    SYNTAX_UNSPECIFIED: ToolCallForm.Syntax
+    SYNTAX_JSON: ToolCallForm.Syntax
+    SYNTAX_TAGS: ToolCallForm.Syntax
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    SYNTAX_FIELD_NUMBER: _ClassVar[int]
+    opening: str
+    closing: str
+    syntax: ToolCallForm.Syntax
+    def __init__(self, opening: _Optional[str] = ..., closing: _Optional[str] = ..., syntax: _Optional[_Union[ToolCallForm.Syntax, str]] = ...) -> None: ...
 
 class GetCacheStatsRequest(_message.Message):
     __slots__ = ()

@@ -182,7 +182,7 @@ class Stopping(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("name", "parent", "model", "model_fingerprint", "token_count", "checkpointed_tokens", "prefix_hash", "image_spans", "residency", "durable", "expire_time", "ttl", "pinned", "labels", "create_time", "last_use_time", "exclusive_bytes", "instance", "active_uses")
+    __slots__ = ("name", "parent", "model", "model_fingerprint", "token_count", "checkpointed_tokens", "prefix_hash", "image_spans", "residency", "durable", "expire_time", "ttl", "pinned", "labels", "create_time", "last_use_time", "exclusive_bytes", "instance", "active_uses", "state_revision")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,7 @@ class Snapshot(_message.Message):
     EXCLUSIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_USES_FIELD_NUMBER: _ClassVar[int]
+    STATE_REVISION_FIELD_NUMBER: _ClassVar[int]
     name: str
     parent: str
     model: str
@@ -228,7 +229,8 @@ class Snapshot(_message.Message):
     exclusive_bytes: int
     instance: str
     active_uses: int
-    def __init__(self, name: _Optional[str] = ..., parent: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., token_count: _Optional[int] = ..., checkpointed_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., image_spans: _Optional[_Iterable[_Union[TokenSpan, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., durable: _Optional[bool] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ..., labels: _Optional[_Mapping[str, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exclusive_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., active_uses: _Optional[int] = ...) -> None: ...
+    state_revision: int
+    def __init__(self, name: _Optional[str] = ..., parent: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., token_count: _Optional[int] = ..., checkpointed_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., image_spans: _Optional[_Iterable[_Union[TokenSpan, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., durable: _Optional[bool] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ..., labels: _Optional[_Mapping[str, str]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exclusive_bytes: _Optional[int] = ..., instance: _Optional[str] = ..., active_uses: _Optional[int] = ..., state_revision: _Optional[int] = ...) -> None: ...
 
 class TokenSpan(_message.Message):
     __slots__ = ("start", "end")
@@ -272,7 +274,7 @@ class Mark(_message.Message):
     def __init__(self, token_count: _Optional[int] = ..., message_count: _Optional[int] = ..., landmark: _Optional[_Union[Landmark, str]] = ..., options: _Optional[_Union[SnapshotOptions, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "new_tokens", "image_tokens", "completion_tokens", "memory_tokens", "disk_tokens", "disk_bytes_read", "diverged_at", "miss_reason", "grid_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "recomputed_tokens", "new_tokens", "image_tokens", "completion_tokens", "memory_tokens", "disk_tokens", "disk_bytes_read", "diverged_at", "miss_reason", "grid_tokens", "state_remade")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +287,7 @@ class Usage(_message.Message):
     DIVERGED_AT_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     GRID_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATE_REMADE_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     recomputed_tokens: int
@@ -297,4 +300,5 @@ class Usage(_message.Message):
     diverged_at: int
     miss_reason: MissReason
     grid_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., disk_bytes_read: _Optional[int] = ..., diverged_at: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., grid_tokens: _Optional[int] = ...) -> None: ...
+    state_remade: bool
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., disk_bytes_read: _Optional[int] = ..., diverged_at: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., grid_tokens: _Optional[int] = ..., state_remade: _Optional[bool] = ...) -> None: ...

@@ -39,16 +39,17 @@ class Score:
 
 
 class Model:
-    """A folder as mlx-vlm loads it, computing in float32."""
+    """A folder as mlx-vlm loads it, computing in float32. `text_first`: pictures are sent behind a message's text."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, text_first: bool = False) -> None:
+        self._text_first = text_first
         self._model, self._processor = mlx_vlm.load(str(folder))
         self._model.update(tree_map(lambda value: value.astype(mx.float32), self._model.parameters()))
 
     def inputs(self, messages: list[Message], pictures: list[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
         """What the folder's template and processor make of a chat whose pictures are drawn."""
         text = self._processor.apply_chat_template(
-            [_as_template_takes_it(message) for message in messages],
+            [self._as_template_takes_it(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
@@ -79,6 +80,11 @@ class Model:
             out = language(mx.array([[token]]), position_ids=positions, cache=cache)
             following += 1
         return self._processor.tokenizer.decode(tokens)
+
+    def _as_template_takes_it(self, message: Message) -> dict[str, Any]:
+        pictures = [{"type": "image"} for _ in message.pictures]
+        text = [{"type": "text", "text": message.text}]
+        return {"role": message.role, "content": text + pictures if self._text_first else pictures + text}
 
 
 def ask_chat(model: Model, chat: Chat) -> list[tuple[str, str, str]]:
@@ -121,11 +127,6 @@ def evaluate(model: Model, *, each: int, seed: str) -> dict[str, Score]:
     return {kind: Score(right=right[kind], asked=asked[kind]) for kind in asked}
 
 
-def _as_template_takes_it(message: Message) -> dict[str, Any]:
-    pictures = [{"type": "image"} for _ in message.pictures]
-    return {"role": message.role, "content": [*pictures, {"type": "text", "text": message.text}]}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the scores by kind and in all; 1 when fewer than nine answers in ten are right."""
     parser = argparse.ArgumentParser(
@@ -135,13 +136,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path, default=vision_folder.WEIGHTS, help="weights to make a folder of")
     parser.add_argument("--each", type=int, default=100, help="single questions of each kind")
     parser.add_argument("--seed", default="1")
+    parser.add_argument("--text-first", action="store_true", help="send pictures behind the text of their message")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made:
         where = chosen.folder
         if where is None:
             where = Path(made)
             vision_folder.build(where, chosen.weights)
-        scores = evaluate(Model(where), each=chosen.each, seed=chosen.seed)
+        scores = evaluate(Model(where, text_first=chosen.text_first), each=chosen.each, seed=chosen.seed)
     for kind, score in scores.items():
         sys.stdout.write(f"{kind:28} {score.right:5} of {score.asked:5}  {score.right / score.asked:6.1%}\n")
     right, asked = sum(score.right for score in scores.values()), sum(score.asked for score in scores.values())

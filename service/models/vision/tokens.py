@@ -21,6 +21,21 @@ from service.models.vision import chats, questions, scenes
 VOCAB_SIZE = 768
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+
+# Whatever the order in a message, its pictures come first: a word sees what stands before it, and so the model reads a
+# question about a picture that it has seen, as it was trained to. The text's own order stays.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'IMAGE' }}{% endif %}{% endfor %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+).replace("IMAGE", VISION_START + IMAGE + VISION_END)
+
 # Their ids are their places in this list.
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END, VISION_START, VISION_END, IMAGE, VIDEO)
 
@@ -39,4 +54,4 @@ def build_tokenizer() -> Tokenizer:
 
 def tokenizer_config() -> dict[str, Any]:
     """The `tokenizer_config.json` beside it."""
-    return tiny_tokenizer_config(VISION_START + IMAGE + VISION_END)
+    return {**tiny_tokenizer_config(), "chat_template": _CHAT_TEMPLATE}

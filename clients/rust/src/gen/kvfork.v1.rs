@@ -228,6 +228,12 @@ pub struct Snapshot {
     /// Calls that read from it at this moment.
     #[prost(uint32, tag = "19")]
     pub active_uses: u32,
+    /// The state behind a snapshot never changes while it is stored, and prefilled
+    /// state that was evicted comes back as it was. Decoded state does not: its
+    /// tokens are prefilled, which gives other last bits. Each time this number
+    /// counts up, log-probabilities may differ from those before in that measure.
+    #[prost(uint32, tag = "20")]
+    pub state_revision: u32,
     /// When it goes away. Exactly one in requests, expire_time in responses.
     #[prost(oneof = "snapshot::Expiration", tags = "11, 12")]
     pub expiration: ::core::option::Option<snapshot::Expiration>,
@@ -351,6 +357,11 @@ pub struct Usage {
     /// were computed again for lack of state, as miss_reason says.
     #[prost(uint32, tag = "12")]
     pub grid_tokens: u32,
+    /// State of the parent was lost and came back by other calls than those that
+    /// made it: what this call says may differ in its last bits from what was said
+    /// from the same parent before. See Snapshot.state_revision.
+    #[prost(bool, tag = "13")]
+    pub state_remade: bool,
 }
 /// Speaker of a chat turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
@@ -399,7 +410,7 @@ impl Role {
 pub enum Residency {
     /// Not used.
     Unspecified = 0,
-    /// Ready in memory: use costs no load.
+    /// Ready in memory: use costs no load, and at most one token of compute.
     Memory = 1,
     /// In the checkpoint store: use costs a load and < 256 tokens of compute.
     Disk = 2,
@@ -587,7 +598,8 @@ pub struct GenerateRequest {
     #[prost(bool, tag = "8")]
     pub save_on_cancel: bool,
     /// Fail with FAILED_PRECONDITION rather than recompute more than this many
-    /// tokens of the parent. Unset: no bound.
+    /// tokens of the parent. Unset: no bound. Without input, a cut between kept
+    /// places takes its last token again: such places have no logits.
     #[prost(uint32, optional, tag = "9")]
     pub max_recompute_tokens: ::core::option::Option<u32>,
     /// Places to keep as the context passes them; each is told by a Marked event.
@@ -947,7 +959,10 @@ pub struct RollbackRequest {
     /// How to keep the result.
     #[prost(message, optional, tag = "7")]
     pub options: ::core::option::Option<SnapshotOptions>,
-    /// As in GenerateRequest.
+    /// Fail with FAILED_PRECONDITION rather than compute more than this many
+    /// tokens. What the result needs is computed here: a call behind it computes
+    /// nothing of it again, but the last token where a model whose layers all keep
+    /// every token is cut between kept places and no input follows.
     #[prost(uint32, optional, tag = "8")]
     pub max_recompute_tokens: ::core::option::Option<u32>,
     /// As in GenerateRequest.
@@ -2322,6 +2337,9 @@ pub struct Model {
     /// Its tool calls are told apart: Delta.channel.
     #[prost(bool, tag = "12")]
     pub tells_tool_calls: bool,
+    /// How it writes a tool call, where its template shows one of these ways.
+    #[prost(message, optional, tag = "13")]
+    pub tool_call_form: ::core::option::Option<ToolCallForm>,
 }
 /// Nested message and enum types in `Model`.
 pub mod model {
@@ -2368,6 +2386,67 @@ pub mod model {
                 "STATE_LOADING" => Some(Self::Loading),
                 "STATE_READY" => Some(Self::Ready),
                 "STATE_FAILED" => Some(Self::Failed),
+                _ => None,
+            }
+        }
+    }
+}
+/// How a model writes a tool call. All of it is text, so that a grammar can
+/// have it.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ToolCallForm {
+    /// What opens a call.
+    #[prost(string, tag = "1")]
+    pub opening: ::prost::alloc::string::String,
+    /// What closes it.
+    #[prost(string, tag = "2")]
+    pub closing: ::prost::alloc::string::String,
+    /// What stands between, on lines of its own.
+    #[prost(enumeration = "tool_call_form::Syntax", tag = "3")]
+    pub syntax: i32,
+}
+/// Nested message and enum types in `ToolCallForm`.
+pub mod tool_call_form {
+    /// How a call is spelled.
+    #[derive(
+        Clone,
+        Copy,
+        Debug,
+        PartialEq,
+        Eq,
+        Hash,
+        PartialOrd,
+        Ord,
+        ::prost::Enumeration
+    )]
+    #[repr(i32)]
+    pub enum Syntax {
+        /// Not told.
+        Unspecified = 0,
+        /// A JSON object with "name" and "arguments".
+        Json = 1,
+        /// <function=NAME>, <parameter=NAME> with a value for each argument, and
+        /// what closes them, each on a line.
+        Tags = 2,
+    }
+    impl Syntax {
+        /// String value of the enum field names used in the ProtoBuf definition.
+        ///
+        /// The values are not transformed in any way and thus are considered stable
+        /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+        pub fn as_str_name(&self) -> &'static str {
+            match self {
+                Self::Unspecified => "SYNTAX_UNSPECIFIED",
+                Self::Json => "SYNTAX_JSON",
+                Self::Tags => "SYNTAX_TAGS",
+            }
+        }
+        /// Creates an enum from field names used in the ProtoBuf definition.
+        pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+            match value {
+                "SYNTAX_UNSPECIFIED" => Some(Self::Unspecified),
+                "SYNTAX_JSON" => Some(Self::Json),
+                "SYNTAX_TAGS" => Some(Self::Tags),
                 _ => None,
             }
         }

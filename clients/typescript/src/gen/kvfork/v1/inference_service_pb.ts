@@ -85,7 +85,8 @@ export type GenerateRequest = Message<"kvfork.v1.GenerateRequest"> & {
 
   /**
    * Fail with FAILED_PRECONDITION rather than recompute more than this many
-   * tokens of the parent. Unset: no bound.
+   * tokens of the parent. Unset: no bound. Without input, a cut between kept
+   * places takes its last token again: such places have no logits.
    *
    * @generated from field: optional uint32 max_recompute_tokens = 9;
    */
@@ -982,7 +983,10 @@ export type RollbackRequest = Message<"kvfork.v1.RollbackRequest"> & {
   options?: SnapshotOptions | undefined;
 
   /**
-   * As in GenerateRequest.
+   * Fail with FAILED_PRECONDITION rather than compute more than this many
+   * tokens. What the result needs is computed here: a call behind it computes
+   * nothing of it again, but the last token where a model whose layers all keep
+   * every token is cut between kept places and no input follows.
    *
    * @generated from field: optional uint32 max_recompute_tokens = 8;
    */

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvfork/v1/server_service.proto.
  */
 export const file_kvfork_v1_server_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5rdmZvcmsvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Zm9yay52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK9AQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEhAKCGluc3RhbmNlGAEgASgJEg8KB2Jvb3RfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoCRIQCghmZWF0dXJlcxgEIAMoCRIhCgZsaW1pdHMYBSABKAsyES5rdmZvcmsudjEuTGltaXRzEikKBnVwdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIQCghkcmFpbmluZxgHIAEoCCKXAgoGTGltaXRzEhkKEW1heF9yZXF1ZXN0X2J5dGVzGAEgASgEEhcKD21heF9pbWFnZV9ieXRlcxgCIAEoBBISCgptYXhfaW1hZ2VzGAMgASgNEhkKEW1heF9mb3JrX2JyYW5jaGVzGAQgASgNEhEKCW1heF9xdWV1ZRgFIAEoDRIRCgltYXhfYmF0Y2gYBiABKA0SFQoNbWF4X3NuYXBzaG90cxgHIAEoDRISCgptYXhfcGlubmVkGAggASgNEioKB21heF90dGwYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEwoLbWF4X3dhdGNoZXMYCyABKA0SGAoQbWF4X2ltYWdlX3BpeGVscxgKIAEoBCI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJPChJMaXN0TW9kZWxzUmVzcG9uc2USIAoGbW9kZWxzGAEgAygLMhAua3Zmb3JrLnYxLk1vZGVsEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIfCg9HZXRNb2RlbFJlcXVlc3QSDAoEbmFtZRgBIAEoCSIzChBHZXRNb2RlbFJlc3BvbnNlEh8KBW1vZGVsGAEgASgLMhAua3Zmb3JrLnYxLk1vZGVsIogDCgVNb2RlbBIMCgRuYW1lGAEgASgJEhMKC2ZpbmdlcnByaW50GAIgASgJEiUKBXN0YXRlGAMgASgOMhYua3Zmb3JrLnYxLk1vZGVsLlN0YXRlEhYKDmNvbnRleHRfdG9rZW5zGAQgASgNEhIKCnZvY2FiX3NpemUYBSABKA0SFQoNZW9zX3Rva2VuX2lkcxgGIAMoDRIOCgZ2aXNpb24YByABKAgSEQoJdHJpbW1hYmxlGAggASgIEhcKD2J5dGVzX3Blcl90b2tlbhgJIAEoBBItChBkZWZhdWx0X3NhbXBsaW5nGAogASgLMhMua3Zmb3JrLnYxLlNhbXBsaW5nEhcKD3RlbGxzX3JlYXNvbmluZxgLIAEoCBIYChB0ZWxsc190b29sX2NhbGxzGAwgASgIIlQKBVN0YXRlEhUKEVNUQVRFX1VOU1BFQ0lGSUVEEAASEQoNU1RBVEVfTE9BRElORxABEg8KC1NUQVRFX1JFQURZEAISEAoMU1RBVEVfRkFJTEVEEAMiFgoUR2V0Q2FjaGVTdGF0c1JlcXVlc3QiagoVR2V0Q2FjaGVTdGF0c1Jlc3BvbnNlEiQKBXN0YXRzGAEgASgLMhUua3Zmb3JrLnYxLkNhY2hlU3RhdHMSHAoEcm93cxgCIAMoCzIOLmt2Zm9yay52MS5Sb3cSDQoFb3duZXIYAyABKAkizQIKA1JvdxISCgpnZW5lcmF0aW9uGAEgASgJEiMKBXBoYXNlGAIgASgOMhQua3Zmb3JrLnYxLlJvdy5QaGFzZRIOCgZwYXJlbnQYAyABKAkSFQoNcHJvbXB0X3Rva2VucxgEIAEoDRITCgtkb25lX3Rva2VucxgFIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgGIAEoDRImCgNhZ2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEAoIcHJpb3JpdHkYCCABKBEifAoFUGhhc2USFQoRUEhBU0VfVU5TUEVDSUZJRUQQABIQCgxQSEFTRV9RVUVVRUQQARITCg9QSEFTRV9SRVNUT1JJTkcQAhIRCg1QSEFTRV9QUkVGSUxMEAMSEAoMUEhBU0VfREVDT0RFEAQSEAoMUEhBU0VfU0FWSU5HEAUihAkKCkNhY2hlU3RhdHMSGwoTY2hlY2twb2ludF9pbnRlcnZhbBgBIAEoDRIYChBhY3RpdmVfc2VxdWVuY2VzGAIgASgNEhQKDHF1ZXVlZF9jYWxscxgDIAEoDRIYChBtZW1vcnlfc25hcHNob3RzGAQgASgNEhYKDmRpc2tfc25hcHNob3RzGAUgASgNEhcKD3Rva2VuX3NuYXBzaG90cxgGIAEoDRIUCgxtZW1vcnlfYnl0ZXMYByABKAQSGgoSbWVtb3J5X2xpbWl0X2J5dGVzGAggASgEEhIKCmRpc2tfYnl0ZXMYCSABKAQSGAoQZGlza19saW1pdF9ieXRlcxgKIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAsgASgEEhUKDWNhY2hlZF90b2tlbnMYDCABKAQSGQoRcmVjb21wdXRlZF90b2tlbnMYDSABKAQSGwoTY2hlY2twb2ludHNfd3JpdHRlbhgOIAEoBBIYChBjaGVja3BvaW50c19yZWFkGA8gASgEEhsKE2NoZWNrcG9pbnRzX2NvcnJ1cHQYECABKAQSEQoJZXZpY3Rpb25zGBEgASgEEhkKEWNoZWNrcG9pbnRfcG9saWN5GBIgASgJEkoKE2NoZWNrcG9pbnRzX3NraXBwZWQYEyADKAsyLS5rdmZvcmsudjEuQ2FjaGVTdGF0cy5DaGVja3BvaW50c1NraXBwZWRFbnRyeRIVCg1wZW5kaW5nX2J5dGVzGBQgASgEEhsKE3dyaXR0ZW5fdG9kYXlfYnl0ZXMYFSABKAQSJAoXZGFpbHlfd3JpdGVfbGltaXRfYnl0ZXMYFiABKARIAIgBARIUCgx3cml0ZV9lcnJvcnMYFyABKAQSFQoNd3JpdGVzX3BhdXNlZBgYIAEoCBIYChBsYXN0X3dyaXRlX2Vycm9yGBkgASgJEhYKDnJlc3RvcmluZ19yb3dzGBogASgNEhcKD3ByZWZpbGxpbmdfcm93cxgbIAEoDRIVCg1kZWNvZGluZ19yb3dzGBwgASgNEhMKC3NhdmluZ19yb3dzGB0gASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGB4gASgEEhQKDGFjdGl2ZV9ieXRlcxgfIAEoBBIaChJhY3RpdmVfbGltaXRfYnl0ZXMYICABKAQSRQoRZXZpY3Rpb25zX2J5X3RpZXIYISADKAsyKi5rdmZvcmsudjEuQ2FjaGVTdGF0cy5FdmljdGlvbnNCeVRpZXJFbnRyeRIWCg5pbWFnZXNfZW5jb2RlZBgiIAEoBBITCgtpbWFnZV9ieXRlcxgjIAEoBBIZChFpbWFnZV9saW1pdF9ieXRlcxgkIAEoBBo5ChdDaGVja3BvaW50c1NraXBwZWRFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGjYKFEV2aWN0aW9uc0J5VGllckVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCGgoYX2RhaWx5X3dyaXRlX2xpbWl0X2J5dGVzImYKEFRyaW1DYWNoZVJlcXVlc3QSGQoMbWVtb3J5X2J5dGVzGAEgASgESACIAQESFwoKZGlza19ieXRlcxgCIAEoBEgBiAEBQg8KDV9tZW1vcnlfYnl0ZXNCDQoLX2Rpc2tfYnl0ZXMiOQoRVHJpbUNhY2hlUmVzcG9uc2USJAoFc3RhdHMYASABKAsyFS5rdmZvcmsudjEuQ2FjaGVTdGF0czKPAwoNU2VydmVyU2VydmljZRJSCg1HZXRTZXJ2ZXJJbmZvEh8ua3Zmb3JrLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3Zmb3JrLnYxLkdldFNlcnZlckluZm9SZXNwb25zZRJJCgpMaXN0TW9kZWxzEhwua3Zmb3JrLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gh0ua3Zmb3JrLnYxLkxpc3RNb2RlbHNSZXNwb25zZRJDCghHZXRNb2RlbBIaLmt2Zm9yay52MS5HZXRNb2RlbFJlcXVlc3QaGy5rdmZvcmsudjEuR2V0TW9kZWxSZXNwb25zZRJSCg1HZXRDYWNoZVN0YXRzEh8ua3Zmb3JrLnYxLkdldENhY2hlU3RhdHNSZXF1ZXN0GiAua3Zmb3JrLnYxLkdldENhY2hlU3RhdHNSZXNwb25zZRJGCglUcmltQ2FjaGUSGy5rdmZvcmsudjEuVHJpbUNhY2hlUmVxdWVzdBocLmt2Zm9yay52MS5UcmltQ2FjaGVSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_kvfork_v1_types]);
+  fileDesc("Ch5rdmZvcmsvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Zm9yay52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK9AQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEhAKCGluc3RhbmNlGAEgASgJEg8KB2Jvb3RfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoCRIQCghmZWF0dXJlcxgEIAMoCRIhCgZsaW1pdHMYBSABKAsyES5rdmZvcmsudjEuTGltaXRzEikKBnVwdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIQCghkcmFpbmluZxgHIAEoCCKXAgoGTGltaXRzEhkKEW1heF9yZXF1ZXN0X2J5dGVzGAEgASgEEhcKD21heF9pbWFnZV9ieXRlcxgCIAEoBBISCgptYXhfaW1hZ2VzGAMgASgNEhkKEW1heF9mb3JrX2JyYW5jaGVzGAQgASgNEhEKCW1heF9xdWV1ZRgFIAEoDRIRCgltYXhfYmF0Y2gYBiABKA0SFQoNbWF4X3NuYXBzaG90cxgHIAEoDRISCgptYXhfcGlubmVkGAggASgNEioKB21heF90dGwYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEwoLbWF4X3dhdGNoZXMYCyABKA0SGAoQbWF4X2ltYWdlX3BpeGVscxgKIAEoBCI6ChFMaXN0TW9kZWxzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJPChJMaXN0TW9kZWxzUmVzcG9uc2USIAoGbW9kZWxzGAEgAygLMhAua3Zmb3JrLnYxLk1vZGVsEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIfCg9HZXRNb2RlbFJlcXVlc3QSDAoEbmFtZRgBIAEoCSIzChBHZXRNb2RlbFJlc3BvbnNlEh8KBW1vZGVsGAEgASgLMhAua3Zmb3JrLnYxLk1vZGVsIrkDCgVNb2RlbBIMCgRuYW1lGAEgASgJEhMKC2ZpbmdlcnByaW50GAIgASgJEiUKBXN0YXRlGAMgASgOMhYua3Zmb3JrLnYxLk1vZGVsLlN0YXRlEhYKDmNvbnRleHRfdG9rZW5zGAQgASgNEhIKCnZvY2FiX3NpemUYBSABKA0SFQoNZW9zX3Rva2VuX2lkcxgGIAMoDRIOCgZ2aXNpb24YByABKAgSEQoJdHJpbW1hYmxlGAggASgIEhcKD2J5dGVzX3Blcl90b2tlbhgJIAEoBBItChBkZWZhdWx0X3NhbXBsaW5nGAogASgLMhMua3Zmb3JrLnYxLlNhbXBsaW5nEhcKD3RlbGxzX3JlYXNvbmluZxgLIAEoCBIYChB0ZWxsc190b29sX2NhbGxzGAwgASgIEi8KDnRvb2xfY2FsbF9mb3JtGA0gASgLMhcua3Zmb3JrLnYxLlRvb2xDYWxsRm9ybSJUCgVTdGF0ZRIVChFTVEFURV9VTlNQRUNJRklFRBAAEhEKDVNUQVRFX0xPQURJTkcQARIPCgtTVEFURV9SRUFEWRACEhAKDFNUQVRFX0ZBSUxFRBADIqQBCgxUb29sQ2FsbEZvcm0SDwoHb3BlbmluZxgBIAEoCRIPCgdjbG9zaW5nGAIgASgJEi4KBnN5bnRheBgDIAEoDjIeLmt2Zm9yay52MS5Ub29sQ2FsbEZvcm0uU3ludGF4IkIKBlN5bnRheBIWChJTWU5UQVhfVU5TUEVDSUZJRUQQABIPCgtTWU5UQVhfSlNPThABEg8KC1NZTlRBWF9UQUdTEAIiFgoUR2V0Q2FjaGVTdGF0c1JlcXVlc3QiagoVR2V0Q2FjaGVTdGF0c1Jlc3BvbnNlEiQKBXN0YXRzGAEgASgLMhUua3Zmb3JrLnYxLkNhY2hlU3RhdHMSHAoEcm93cxgCIAMoCzIOLmt2Zm9yay52MS5Sb3cSDQoFb3duZXIYAyABKAkizQIKA1JvdxISCgpnZW5lcmF0aW9uGAEgASgJEiMKBXBoYXNlGAIgASgOMhQua3Zmb3JrLnYxLlJvdy5QaGFzZRIOCgZwYXJlbnQYAyABKAkSFQoNcHJvbXB0X3Rva2VucxgEIAEoDRITCgtkb25lX3Rva2VucxgFIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgGIAEoDRImCgNhZ2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEAoIcHJpb3JpdHkYCCABKBEifAoFUGhhc2USFQoRUEhBU0VfVU5TUEVDSUZJRUQQABIQCgxQSEFTRV9RVUVVRUQQARITCg9QSEFTRV9SRVNUT1JJTkcQAhIRCg1QSEFTRV9QUkVGSUxMEAMSEAoMUEhBU0VfREVDT0RFEAQSEAoMUEhBU0VfU0FWSU5HEAUihAkKCkNhY2hlU3RhdHMSGwoTY2hlY2twb2ludF9pbnRlcnZhbBgBIAEoDRIYChBhY3RpdmVfc2VxdWVuY2VzGAIgASgNEhQKDHF1ZXVlZF9jYWxscxgDIAEoDRIYChBtZW1vcnlfc25hcHNob3RzGAQgASgNEhYKDmRpc2tfc25hcHNob3RzGAUgASgNEhcKD3Rva2VuX3NuYXBzaG90cxgGIAEoDRIUCgxtZW1vcnlfYnl0ZXMYByABKAQSGgoSbWVtb3J5X2xpbWl0X2J5dGVzGAggASgEEhIKCmRpc2tfYnl0ZXMYCSABKAQSGAoQZGlza19saW1pdF9ieXRlcxgKIAEoBBIVCg1wcm9tcHRfdG9rZW5zGAsgASgEEhUKDWNhY2hlZF90b2tlbnMYDCABKAQSGQoRcmVjb21wdXRlZF90b2tlbnMYDSABKAQSGwoTY2hlY2twb2ludHNfd3JpdHRlbhgOIAEoBBIYChBjaGVja3BvaW50c19yZWFkGA8gASgEEhsKE2NoZWNrcG9pbnRzX2NvcnJ1cHQYECABKAQSEQoJZXZpY3Rpb25zGBEgASgEEhkKEWNoZWNrcG9pbnRfcG9saWN5GBIgASgJEkoKE2NoZWNrcG9pbnRzX3NraXBwZWQYEyADKAsyLS5rdmZvcmsudjEuQ2FjaGVTdGF0cy5DaGVja3BvaW50c1NraXBwZWRFbnRyeRIVCg1wZW5kaW5nX2J5dGVzGBQgASgEEhsKE3dyaXR0ZW5fdG9kYXlfYnl0ZXMYFSABKAQSJAoXZGFpbHlfd3JpdGVfbGltaXRfYnl0ZXMYFiABKARIAIgBARIUCgx3cml0ZV9lcnJvcnMYFyABKAQSFQoNd3JpdGVzX3BhdXNlZBgYIAEoCBIYChBsYXN0X3dyaXRlX2Vycm9yGBkgASgJEhYKDnJlc3RvcmluZ19yb3dzGBogASgNEhcKD3ByZWZpbGxpbmdfcm93cxgbIAEoDRIVCg1kZWNvZGluZ19yb3dzGBwgASgNEhMKC3NhdmluZ19yb3dzGB0gASgNEhkKEWNvbXBsZXRpb25fdG9rZW5zGB4gASgEEhQKDGFjdGl2ZV9ieXRlcxgfIAEoBBIaChJhY3RpdmVfbGltaXRfYnl0ZXMYICABKAQSRQoRZXZpY3Rpb25zX2J5X3RpZXIYISADKAsyKi5rdmZvcmsudjEuQ2FjaGVTdGF0cy5FdmljdGlvbnNCeVRpZXJFbnRyeRIWCg5pbWFnZXNfZW5jb2RlZBgiIAEoBBITCgtpbWFnZV9ieXRlcxgjIAEoBBIZChFpbWFnZV9saW1pdF9ieXRlcxgkIAEoBBo5ChdDaGVja3BvaW50c1NraXBwZWRFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGjYKFEV2aWN0aW9uc0J5VGllckVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCGgoYX2RhaWx5X3dyaXRlX2xpbWl0X2J5dGVzImYKEFRyaW1DYWNoZVJlcXVlc3QSGQoMbWVtb3J5X2J5dGVzGAEgASgESACIAQESFwoKZGlza19ieXRlcxgCIAEoBEgBiAEBQg8KDV9tZW1vcnlfYnl0ZXNCDQoLX2Rpc2tfYnl0ZXMiOQoRVHJpbUNhY2hlUmVzcG9uc2USJAoFc3RhdHMYASABKAsyFS5rdmZvcmsudjEuQ2FjaGVTdGF0czKPAwoNU2VydmVyU2VydmljZRJSCg1HZXRTZXJ2ZXJJbmZvEh8ua3Zmb3JrLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3Zmb3JrLnYxLkdldFNlcnZlckluZm9SZXNwb25zZRJJCgpMaXN0TW9kZWxzEhwua3Zmb3JrLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gh0ua3Zmb3JrLnYxLkxpc3RNb2RlbHNSZXNwb25zZRJDCghHZXRNb2RlbBIaLmt2Zm9yay52MS5HZXRNb2RlbFJlcXVlc3QaGy5rdmZvcmsudjEuR2V0TW9kZWxSZXNwb25zZRJSCg1HZXRDYWNoZVN0YXRzEh8ua3Zmb3JrLnYxLkdldENhY2hlU3RhdHNSZXF1ZXN0GiAua3Zmb3JrLnYxLkdldENhY2hlU3RhdHNSZXNwb25zZRJGCglUcmltQ2FjaGUSGy5rdmZvcmsudjEuVHJpbUNhY2hlUmVxdWVzdBocLmt2Zm9yay52MS5UcmltQ2FjaGVSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_kvfork_v1_types]);
 
 /**
  * Nothing to say.
@@ -376,6 +376,13 @@ export type Model = Message<"kvfork.v1.Model"> & {
    * @generated from field: bool tells_tool_calls = 12;
    */
   tellsToolCalls: boolean;
+
+  /**
+   * How it writes a tool call, where its template shows one of these ways.
+   *
+   * @generated from field: kvfork.v1.ToolCallForm tool_call_form = 13;
+   */
+  toolCallForm?: ToolCallForm | undefined;
 };
 
 /**
@@ -427,6 +434,77 @@ export const Model_StateSchema: GenEnum<Model_State> = /*@__PURE__*/
   enumDesc(file_kvfork_v1_server_service, 7, 0);
 
 /**
+ * How a model writes a tool call. All of it is text, so that a grammar can
+ * have it.
+ *
+ * @generated from message kvfork.v1.ToolCallForm
+ */
+export type ToolCallForm = Message<"kvfork.v1.ToolCallForm"> & {
+  /**
+   * What opens a call.
+   *
+   * @generated from field: string opening = 1;
+   */
+  opening: string;
+
+  /**
+   * What closes it.
+   *
+   * @generated from field: string closing = 2;
+   */
+  closing: string;
+
+  /**
+   * What stands between, on lines of its own.
+   *
+   * @generated from field: kvfork.v1.ToolCallForm.Syntax syntax = 3;
+   */
+  syntax: ToolCallForm_Syntax;
+};
+
+/**
+ * Describes the message kvfork.v1.ToolCallForm.
+ * Use `create(ToolCallFormSchema)` to create a new message.
+ */
+export const ToolCallFormSchema: GenMessage<ToolCallForm> = /*@__PURE__*/
+  messageDesc(file_kvfork_v1_server_service, 8);
+
+/**
+ * How a call is spelled.
+ *
+ * @generated from enum kvfork.v1.ToolCallForm.Syntax
+ */
+export enum ToolCallForm_Syntax {
+  /**
+   * Not told.
+   *
+   * @generated from enum value: SYNTAX_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * A JSON object with "name" and "arguments".
+   *
+   * @generated from enum value: SYNTAX_JSON = 1;
+   */
+  JSON = 1,
+
+  /**
+   * <function=NAME>, <parameter=NAME> with a value for each argument, and
+   * what closes them, each on a line.
+   *
+   * @generated from enum value: SYNTAX_TAGS = 2;
+   */
+  TAGS = 2,
+}
+
+/**
+ * Describes the enum kvfork.v1.ToolCallForm.Syntax.
+ */
+export const ToolCallForm_SyntaxSchema: GenEnum<ToolCallForm_Syntax> = /*@__PURE__*/
+  enumDesc(file_kvfork_v1_server_service, 8, 0);
+
+/**
  * Nothing to say.
  *
  * @generated from message kvfork.v1.GetCacheStatsRequest
@@ -439,7 +517,7 @@ export type GetCacheStatsRequest = Message<"kvfork.v1.GetCacheStatsRequest"> & {
  * Use `create(GetCacheStatsRequestSchema)` to create a new message.
  */
 export const GetCacheStatsRequestSchema: GenMessage<GetCacheStatsRequest> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 8);
+  messageDesc(file_kvfork_v1_server_service, 9);
 
 /**
  * Numbers.
@@ -476,7 +554,7 @@ export type GetCacheStatsResponse = Message<"kvfork.v1.GetCacheStatsResponse"> &
  * Use `create(GetCacheStatsResponseSchema)` to create a new message.
  */
 export const GetCacheStatsResponseSchema: GenMessage<GetCacheStatsResponse> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 9);
+  messageDesc(file_kvfork_v1_server_service, 10);
 
 /**
  * A sequence under way: a generation, or a snapshot being made.
@@ -546,7 +624,7 @@ export type Row = Message<"kvfork.v1.Row"> & {
  * Use `create(RowSchema)` to create a new message.
  */
 export const RowSchema: GenMessage<Row> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 10);
+  messageDesc(file_kvfork_v1_server_service, 11);
 
 /**
  * Where a sequence is.
@@ -601,7 +679,7 @@ export enum Row_Phase {
  * Describes the enum kvfork.v1.Row.Phase.
  */
 export const Row_PhaseSchema: GenEnum<Row_Phase> = /*@__PURE__*/
-  enumDesc(file_kvfork_v1_server_service, 10, 0);
+  enumDesc(file_kvfork_v1_server_service, 11, 0);
 
 /**
  * Scheduler, memory and store. Counters run since boot_id changed.
@@ -871,7 +949,7 @@ export type CacheStats = Message<"kvfork.v1.CacheStats"> & {
  * Use `create(CacheStatsSchema)` to create a new message.
  */
 export const CacheStatsSchema: GenMessage<CacheStats> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 11);
+  messageDesc(file_kvfork_v1_server_service, 12);
 
 /**
  * How far to trim.
@@ -899,7 +977,7 @@ export type TrimCacheRequest = Message<"kvfork.v1.TrimCacheRequest"> & {
  * Use `create(TrimCacheRequestSchema)` to create a new message.
  */
 export const TrimCacheRequestSchema: GenMessage<TrimCacheRequest> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 12);
+  messageDesc(file_kvfork_v1_server_service, 13);
 
 /**
  * After trimming.
@@ -920,7 +998,7 @@ export type TrimCacheResponse = Message<"kvfork.v1.TrimCacheResponse"> & {
  * Use `create(TrimCacheResponseSchema)` to create a new message.
  */
 export const TrimCacheResponseSchema: GenMessage<TrimCacheResponse> = /*@__PURE__*/
-  messageDesc(file_kvfork_v1_server_service, 13);
+  messageDesc(file_kvfork_v1_server_service, 14);
 
 /**
  * Tells about the process.

@@ -537,7 +537,7 @@ public final class Driver {
 
   public static void main(String[] arguments) throws Exception {
     var lines = new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8));
-    try (Client client = Client.to(arguments[0]).timeout(java.time.Duration.ofSeconds(60)).build()) {
+    try (Client client = Client.to(arguments[0]).timeout(java.time.Duration.ofMinutes(10)).build()) {
       for (String line = lines.readLine(); line != null; line = lines.readLine()) {
         JsonObject asked = JSON.fromJson(line, JsonObject.class);
         String scenario = asked.get("scenario").getAsString();
