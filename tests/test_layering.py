@@ -159,6 +159,7 @@ KVCACHE_VALUES = {
     "kvcache.errors",
     "kvcache.layout",
     "kvcache.media",
+    "kvcache.origin",
     "kvcache.receipt",
     "kvcache.records",
     "kvcache.schedule",
