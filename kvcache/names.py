@@ -24,6 +24,7 @@ from kvcache.keys import KeyRing
 from kvcache.layout import CacheLayout
 from kvcache.media import MediaTag
 from kvcache.note_codec import snapshot_key
+from kvcache.origin import Origin
 from kvcache.pinned import PinnedBytes
 from kvcache.reading_notes import Whole
 from kvcache.records import RecordKind
@@ -31,7 +32,6 @@ from kvcache.snapshots import (
     GoneReason,
     LostSnapshot,
     NotDurableSnapshot,
-    Origin,
     PinnedBytesLimit,
     Snapshot,
     SnapshotBusy,

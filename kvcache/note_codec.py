@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from kvcache.blocks import BLOCK_TOKENS, BlockKey, block_key, root_key, token_bytes, tokens_of
 from kvcache.errors import FormatError
 from kvcache.media import MediaTag
+from kvcache.origin import Origin
 from kvcache.records import KEY_BYTES
-from kvcache.snapshots import ORIGIN_LIMIT, Origin, Snapshot
+from kvcache.snapshots import ORIGIN_LIMIT, Snapshot
 from kvcache.tree import Node
 
 NODE_HEAD = struct.Struct("<32s32sHH")  # parent, node whose FULL record is read (or zero), schedule bytes, tokens

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.media import MediaSpan, MediaTag, spans_of
+from kvcache.origin import Origin
 from kvcache.tree import Node
 
 TOMBSTONE_SECONDS = 3600.0
@@ -96,17 +97,6 @@ class SnapshotBusy(SnapshotError):
     def __init__(self, snapshot_id: str, uses: int) -> None:
         super().__init__(snapshot_id, f"snapshot {snapshot_id} is in use by {uses} call(s)")
         self.uses = uses
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A stretch of a prefix, from token `start` up to the next one's: the call that brought these tokens.
-
-    Equal tokens of two calls have two origins. So what came of the same computation is told from what only reads alike.
-    """
-
-    call: str
-    start: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvcache.snapshots import Origin
+from kvcache.origin import Origin
 
 
 class Role(enum.Enum):

@@ -94,7 +94,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     # A client of the contract like any other: what it may see and do is the door's to say.
     "service.inspector": ("grpc", "grpc_status", "google", "kvfork", "h11", "service.inspector"),
     "service.core_api": ("service.events", "service.request"),
-    "service.request": (),
+    "service.request": ("kvcache.origin",),
     "service.errors": (),
     "service.events": ("kvcache.receipt",),
     "service.config": ("kvcache.checkpoints", "service.auth.callers", "service.config_file", "service.config_values"),
@@ -159,6 +159,7 @@ KVCACHE_VALUES = {
     "kvcache.errors",
     "kvcache.layout",
     "kvcache.media",
+    "kvcache.origin",
     "kvcache.receipt",
     "kvcache.records",
     "kvcache.schedule",

@@ -28,11 +28,12 @@ from kvcache.note_codec import (
     encode_node,
     encode_snapshot,
 )
+from kvcache.origin import Origin
 from kvcache.records import NoteKind, RecordKind
 from kvcache.recovery import read_segments
 from kvcache.scan import Scan, scan_records
 from kvcache.seal import sequence_of
-from kvcache.snapshots import Origin, Snapshot
+from kvcache.snapshots import Snapshot
 from kvcache.storage import MemoryStorage
 from kvcache.store_dir import Identity, StoreFile, decode_store_file
 from kvcache.tree import BlockTree
