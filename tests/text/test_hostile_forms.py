@@ -19,7 +19,7 @@ from service.request import Constraint, Form, Stopping
 from service.text.constraint import Grammars, RowConstraint
 from service.text.form_frames import Reply
 from service.text.formats import detect
-from service.text.forms import FormLimits
+from service.text.forms import FormLimits, Gone
 from service.text.tokens import TextCodec
 from tests.text import tiny_codecs
 
@@ -215,7 +215,7 @@ def test_random_grammars_leave_the_processes_alive(grammars: Grammars, codec: Te
         count = 0
         while time.monotonic() < until:
             count += 1
-            with contextlib.suppress(CallError):
+            with contextlib.suppress(CallError, Gone):
                 row = await grammars.open(f"owner {count % 3}", _random_form(rng))
                 for _ in range(8):
                     answer = row.answer(PATIENCE)
