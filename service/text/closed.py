@@ -1,9 +1,10 @@
 """JSON schemas whose objects are closed: an object that names its properties has no others unless the schema opens it.
 
 JSON Schema itself says the opposite, and a small model writes invented keys, some of them twice, for as long as it may.
-A schema opens an object with `additionalProperties` or `unevaluatedProperties`. Schemas that hold together for one
-object (`allOf`, `anyOf` beside `properties`, `$ref` beside either) allow each other's properties. What a schema
-requires, matches by a pattern or has in a constant is named by it too: closing must leave something that fits.
+A schema opens an object with `additionalProperties` or `unevaluatedProperties`; one that closes it by itself, with the
+first, is left as it is. Else schemas that hold together for one object (`allOf`, `anyOf` beside `properties`, `$ref`
+beside either) allow each other's properties. What a schema requires, matches by a pattern or has in a constant is named
+by it too: closing must leave something that fits.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class _Closing:
             del made["$ref"]  # elsewhere the same schema stands alone
             made["allOf"] = [*_list(made, "allOf"), self.closed(target, around)]
         around |= referred
-        if isinstance(schema.get("properties"), dict) and _OPEN not in around:
+        if isinstance(schema.get("properties"), dict) and _OPEN not in around and "additionalProperties" not in schema:
             allowed = sorted(name for name in around if isinstance(name, str))
             made["properties"] |= dict.fromkeys((name for name in allowed if name not in made["properties"]), True)
             patterns = {name.text for name in around if isinstance(name, _Pattern)}

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from threading import Lock
 
-from service.errors import EngineDown, InvalidField
+from service.errors import EngineDown, InvalidField, QueueFull
 from service.request import Constraint
 from service.text.form_frames import HEAD, REQUEST, TOKEN, Reply, Request, Vocabulary
 from service.text.tokens import TextCodec
@@ -32,11 +32,9 @@ from service.text.tokens import TextCodec
 MAX_KEPT = 32  # compiled forms, each a process that waits; agents send the same ones again and again
 COMPILE_PLACES = max(2, min(8, (os.cpu_count() or 1) // 2))
 OWNER_PLACES = COMPILE_PLACES // 2
+START_SECONDS = 120.0  # by the clock, for the root to read the vocabulary, and for a child to begin
 PATIENCE = 10.0  # times its processor time, and as many seconds more, that a process may take by the clock
 
-START_SECONDS = 60.0  # by the clock, for a process to begin: what takes longer hangs, and is ended
-
-_PAUSE = 0.01  # seconds
 _LONGEST_MESSAGE = 400  # characters of llguidance's own error
 
 
@@ -120,9 +118,10 @@ class Forms:
         self._places_of: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def open(self, owner: str, constraint: Constraint) -> FormRow:
-        """A row that follows the form from its beginning. InvalidField says why the form cannot be had.
+        """A row that follows the form from its beginning.
 
-        EngineDown: its processes cannot be begun, or were ended from outside, which is no fault of the form's.
+        InvalidField says why the form cannot be had; QueueFull: the system has no room for a process; EngineDown:
+        the processes do not begin, or were ended from outside, which is no fault of the form's.
         """
         for last in (False, True):
             form = self._kept.get((owner, constraint)) or await self._compile_in_turn(owner, constraint)
@@ -186,7 +185,7 @@ class Forms:
         return f"is nested too deeply to compile, or takes more than {self.limits.form_bytes >> 20} MiB"
 
     async def _new_form(self) -> _Process:
-        """A form's process, with nothing compiled. Raises EngineDown if there can be none."""
+        """A form's process, with nothing compiled. Raises EngineDown or QueueFull if there can be none."""
         for _ in range(2):
             root = self._root
             with contextlib.suppress(Gone):
@@ -225,33 +224,33 @@ class _Process:
         self._children = itertools.count(1)
 
     async def fork(self) -> _Process:
-        """A child that has begun. Raises Gone if this process has ended or hangs, or the system has no room."""
+        """A child that has begun. Raises Gone if this process has ended or hangs, QueueFull if there is no room."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
-            raise Gone("the system has no room") from error
+            raise _no_room() from error
         child = _Process(ours, self, next(self._children))
         try:
+            with theirs:
+                socket.send_fds(self.end, [REQUEST.pack(Request.FORK, child._number)], [theirs.fileno()])
             async with asyncio.timeout(START_SECONDS):
-                with theirs:
-                    await self._ask(Request.FORK, child._number, theirs)
-                await child.receive()
-        except (OSError, TimeoutError) as error:
+                kind, _ = await child.receive()
+        except TimeoutError as error:
             child.kill()
-            raise Gone("has ended, or hangs") from error
+            raise Gone("hangs") from error
+        except BlockingIOError as error:  # more forks are asked for already than the socket holds
+            child.close()
+            raise _no_room() from error
+        except OSError as error:
+            child.close()
+            raise Gone("has ended") from error
         except BaseException:
             child.kill()
             raise
+        if kind is Reply.NO_ROOM:
+            child.close()
+            raise _no_room()
         return child
-
-    async def _ask(self, what: Request, child: int, end: socket.socket) -> None:
-        while True:
-            try:
-                socket.send_fds(self.end, [REQUEST.pack(what, child)], [end.fileno()])
-            except BlockingIOError:  # hundreds before this one are not read yet
-                await asyncio.sleep(_PAUSE)
-            else:
-                return
 
     def kill(self) -> None:
         """Ends it, whatever it is doing."""
@@ -289,22 +288,25 @@ class _Process:
 
 
 class _Root(_Process):
-    """The process that has read the vocabulary. Blocks while it begins, some seconds for a large one. Raises Gone."""
+    """The process that has read the vocabulary. Blocks while it begins, some seconds for a large one.
+
+    Raises Gone if it does not begin, QueueFull if there is no room for it.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         try:
             ours, self._process = self._begun()
         except OSError as error:
-            raise Gone("the system has no room") from error
+            raise _no_room() from error
         try:
-            ours.settimeout(START_SECONDS)
+            ours.settimeout(START_SECONDS)  # whoever closes the server must not wait for ever
             payload = pickle.dumps(vocabulary)
             ours.sendall(HEAD.pack(0, len(payload)) + payload)
             if not ours.recv(HEAD.size):
                 raise Gone("does not begin")
         except BaseException as error:
-            ours.close()
             _end(self._process)
+            ours.close()
             if isinstance(error, OSError):
                 raise Gone("does not begin") from error
             raise
@@ -338,8 +340,8 @@ class _Root(_Process):
 
     def kill_all(self) -> None:
         """Ends it with all its descendants."""
+        _end(self._process)  # first: at the socket's end it would go alone, and its group could not be named any more
         self.close()
-        _end(self._process)
 
 
 def _end(root: subprocess.Popen[bytes]) -> None:
@@ -347,6 +349,17 @@ def _end(root: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(root.pid, signal.SIGKILL)
         root.wait()
+
+
+def _no_process() -> EngineDown:
+    return EngineDown("no process can be begun that compiles the form", hint="try again", retry_after=2.0)
+
+
+def _no_room() -> QueueFull:
+    return QueueFull(
+        "the system has no room for another process, and a form needs one",
+        hint="try again when other calls have ended, or without a constraint",
+    )
 
 
 def _vocabulary(codec: TextCodec, limits: FormLimits) -> Vocabulary:
@@ -362,10 +375,6 @@ def _vocabulary(codec: TextCodec, limits: FormLimits) -> Vocabulary:
         mask_seconds=limits.mask_seconds,
         watch=limits.watch,
     )
-
-
-def _no_process() -> EngineDown:
-    return EngineDown("no process can be begun that compiles the form", hint="try again", retry_after=2.0)
 
 
 def one_line(message: str) -> str:
