@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvcache.cache import Lookup, PrefixCache
 from kvcache.media import cut_inside, image_positions
-from kvcache.receipt import MissReason, Usage
+from kvcache.receipt import MissReason, Usage, lost_to_grid
 from kvcache.snapshots import GoneReason, Snapshot, SnapshotLimit
 from kvcache.tree import Node
 from service.errors import InvalidField, NotAnAncestor, RecomputeLimit, RollbackBeyondEnd
@@ -70,15 +70,17 @@ class Derivations:
         nodes: dict[int, Node] = {}
         held = ExitStack()
         try:
+            stood: Usage | None = None
+            if parent is not None and max(places) <= parent.token_count:
+                stood = await self._stand(loaded, parent, images)
             for place in places:
                 if parent is not None and place <= parent.token_count:
                     node = cache.hold(parent.node) if place == parent.token_count else cache.cut(parent.node, place)
                     if node is None:
                         raise store_full(f"no state is kept at token {place} of the parent")
                     nodes[place] = node
-            if len(nodes) == len(places):
-                assert parent is not None
-                return nodes, _untouched(cache, parent.node)
+            if stood is not None:
+                return nodes, stood
             work = Work(
                 owner=owner,
                 tokens=prompt.tokens,
@@ -119,8 +121,12 @@ class Derivations:
             for branch, prompt in zip(call.branches, prompts, strict=True):
                 handles.check_id(owner, branch.options, prompt.tokens)
             adds = any(len(prompt.tokens) > parent.token_count for prompt in prompts)
-            mended = await self._rt.mend(parent, images, stack) if adds else None
-            nodes, usage = await self._run_branches(loaded, parent, prompts, owner, mended)
+            if adds:
+                mended = await self._rt.mend(parent, images, stack)
+                nodes, usage = await self._run_branches(loaded, parent, prompts, owner, mended)
+            else:
+                usage = await self._stand(loaded, parent, images)
+                nodes = [loaded.cache.hold(parent.node) for _ in prompts]
             options = [branch.options for branch in call.branches]
             names = stack.enter_context(Naming(loaded, handles, owner, parent, one_line=False))
             made = await names.add_all(list(zip(nodes, options, strict=True)))
@@ -169,9 +175,36 @@ class Derivations:
             else:
                 nodes.append(cache.hold(parent.node))
         seen = sum(span.end - span.start for span in parent.images)
-        if not usages:
-            return nodes, _untouched(cache, parent.node)
         return nodes, _fork_usage(usages, parent_tokens=parent.token_count, parent_images=seen)
+
+    async def _stand(self, loaded: Loaded, parent: Snapshot, images: CallImages) -> Usage:
+        """Computes a snapshot's own state again where it was lost, once for all that is named on it now.
+
+        Raises StoreFull if it cannot be kept.
+        """
+        cache = loaded.cache
+        if cache.stands(parent.node):
+            return _untouched(cache, parent.node)
+        with ExitStack() as held:
+            mended = await self._rt.mend(parent, images, held)
+            if mended is not None and cache.stands(parent.node):
+                return _mended(mended, parent)
+            tokens = parent.node.all_tokens()
+            work = Work(
+                owner=parent.owner,
+                tokens=tokens,
+                images=await images.placed(tokens),
+                base=parent.node,
+                keep=frozenset({parent.token_count}),
+                generation=None,
+                mended=mended,
+            )
+            (event,), usage = await self._rt.run(work, None)
+            lost = event.lost
+            self._rt.rehome(parent, event)
+            if lost:
+                raise store_full(lost)
+            return usage
 
     async def rollback(self, call: RollbackCall, owner: str) -> RolledBack:
         loaded, handles = self._rt.need_model("", names_snapshot=True)
@@ -362,13 +395,31 @@ def _nearest_ready(cache: PrefixCache, source: Snapshot, position: int) -> Node 
 
 def _untouched(cache: PrefixCache, node: Node) -> Usage:
     """The receipt of a call that moved a name and no tensor: the state that stands there, and nothing read."""
-    stored, disk = cache.stored_tokens(node)
+    _, disk = cache.stored_tokens(node)
     return Usage(
-        prompt_tokens=stored,
-        cached_tokens=stored,
-        image_tokens=image_positions(node.all_tokens()[:stored]),
-        memory_tokens=stored - disk,
+        prompt_tokens=node.end,
+        cached_tokens=node.end,
+        image_tokens=image_positions(node.all_tokens()),
+        memory_tokens=node.end - disk,
         disk_tokens=disk,
+    )
+
+
+def _mended(mended: Usage, parent: Snapshot) -> Usage:
+    """The receipt of a cut that stands again since the block it was cut from was computed again."""
+    end, cached = parent.token_count, min(parent.token_count, mended.cached_tokens)
+    disk = min(cached, mended.disk_tokens)
+    return replace(
+        mended,
+        prompt_tokens=end,
+        cached_tokens=cached,
+        recomputed_tokens=end - cached,
+        new_tokens=0,
+        image_tokens=image_positions(parent.node.all_tokens()),
+        memory_tokens=cached - disk,
+        disk_tokens=disk,
+        grid_tokens=lost_to_grid(cached, end, kept=end),
+        diverged_at=None,
     )
 
 
