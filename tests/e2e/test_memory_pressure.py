@@ -112,12 +112,12 @@ def test_a_receipt_does_not_call_evicted_state_cached(tight: LiveServer) -> None
     child = generate(tight, greedy(raw([9]), parent=root, tokens=4, save=pb.SnapshotOptions())).finished.snapshot.name
     crowd(tight, 680)
     fork = tight.inference.Fork(inference_pb.ForkRequest(parent=root, branches=[inference_pb.ForkBranch()]))
+    assert fork.usage.cached_tokens < 256, "nothing of it is stored"
     crowd(tight, 690)
     back = tight.inference.Rollback(inference_pb.RollbackRequest(source=child, ancestor=root))
     for usage, made in ((fork.usage, fork.snapshots[0]), (back.usage, back.snapshot)):
         adds_up(usage)
-        assert usage.cached_tokens < 256, f"{made.name}: nothing of it is stored"
-        assert usage.recomputed_tokens == 704 - usage.cached_tokens
+        assert usage.recomputed_tokens == 704 - usage.cached_tokens > 0
         assert made.residency != pb.RESIDENCY_TOKENS
 
 
