@@ -62,5 +62,5 @@ def fork_usage(usages: list[Usage], *, parent_tokens: int, parent_images: int) -
         memory_tokens=cached - disk,
         disk_tokens=disk,
         disk_bytes_read=sum(u.disk_bytes_read for u in usages),
-        diverged_at=parent_tokens,
+        diverged_at=min((u.diverged_at for u in usages if u.diverged_at is not None), default=None),
     )
