@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from service.gate import Gate
@@ -30,7 +31,9 @@ class TextThreads:
     async def run(self, owner: str, work: Callable[[], T]) -> T:
         """What `work` gives. If the caller is cancelled, `waiting.go_on` raises inside of it, and nobody hears."""
         given_up = threading.Event()
-        task = asyncio.ensure_future(self._in_turn(owner, work, given_up))
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self._gate.turn(owner))  # a caller who leaves the line takes its work along
+            task = asyncio.ensure_future(self._on_thread(place.pop_all(), work, given_up))
         self._under_way[task] = given_up
         task.add_done_callback(self._ended)
         try:
@@ -45,8 +48,8 @@ class TextThreads:
             given_up.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_turn(self, owner: str, work: Callable[[], T], given_up: threading.Event) -> T:
-        async with self._gate.turn(owner):
+    async def _on_thread(self, place: AsyncExitStack, work: Callable[[], T], given_up: threading.Event) -> T:
+        async with place:
             return await asyncio.get_running_loop().run_in_executor(
                 self._pool, lambda: while_waited_for(given_up, work)
             )

@@ -1,8 +1,9 @@
 """JSON schemas whose objects are closed: an object that names its properties has no others unless the schema opens it.
 
 JSON Schema itself says the opposite, and a small model writes invented keys, some of them twice, for as long as it may.
-A schema opens an object with `additionalProperties` or `unevaluatedProperties`. Schemas that hold together for one
-object (`allOf`, `anyOf` beside `properties`, `$ref` beside either) allow each other's properties.
+A schema opens an object with `additionalProperties` or `unevaluatedProperties`; one that closes it by itself, with the
+first, is left as it is. Else schemas that hold together for one object (`allOf`, `anyOf` beside `properties`, `$ref`
+beside either) allow each other's properties.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Closing:
             del made["$ref"]  # elsewhere the same schema stands alone
             made["allOf"] = [*_list(made, "allOf"), self.closed(target, around)]
         around |= referred
-        if isinstance(schema.get("properties"), dict) and _OPEN not in around:
+        if isinstance(schema.get("properties"), dict) and _OPEN not in around and "additionalProperties" not in schema:
             made["properties"] |= dict.fromkeys(sorted(around - own), True)
             made["additionalProperties"] = False
         return made

@@ -33,6 +33,7 @@ class Reply(enum.IntEnum):
     IS_WHOLE = 4  # nothing can follow
     DEAD_END = 5  # no token fits, or the library gave up; with its words, if it has any
     MASK = 6  # a byte that is 1 where the text may end, then a bit for each token, lowest first
+    NO_ROOM = 7  # in place of a child's READY: the system has no room for another process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

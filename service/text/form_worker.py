@@ -46,10 +46,8 @@ _STACK_BYTES = 8 << 20
 def main(descriptor: int) -> None:
     """The root's life. It ends when the server's end of the socket is closed."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    stack = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, _STACK_BYTES)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
+        _limit(resource.RLIMIT_STACK, _STACK_BYTES)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the server decides, by closing the socket or by SIGKILL
     server = socket.socket(fileno=descriptor)
@@ -87,7 +85,9 @@ def _raise(parent: socket.socket, live: Callable[[socket.socket], None], vocabul
             continue
         try:
             pid = os.fork()
-        except OSError:  # the child's socket is closed, which is all that the server needs to know
+        except OSError:
+            with contextlib.suppress(OSError):  # the server may have left
+                os.write(descriptors[0], HEAD.pack(Reply.NO_ROOM, 0))
             os.close(descriptors[0])
             continue
         if pid:
@@ -105,8 +105,7 @@ def _form(server: socket.socket, tokenizer: LLTokenizer, vocabulary: Vocabulary)
     """A form's life: it is compiled, then forks a row for each call that follows it."""
     if not vocabulary.watch:
         for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-            size = _address_space() + vocabulary.form_bytes
-            resource.setrlimit(kind, (size, size))
+            _limit(kind, _address_space() + vocabulary.form_bytes)
     send(server, Reply.READY)
     form, text, options = json.loads(receive(server)[1])
     signal.setitimer(signal.ITIMER_PROF, vocabulary.form_seconds)
@@ -252,6 +251,14 @@ def _exactly(source: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
+def _limit(kind: int, most: int) -> None:
+    """Lowers a limit of the kernel's to `most`; one that is lower already stays."""
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(kind, (most, most))
+
+
 def _address_space() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
@@ -260,7 +267,7 @@ def _address_space() -> int:
 def _memory(pid: int) -> int:
     """Bytes that the process holds in memory; 0 if it has ended."""
     if sys.platform == "darwin":
-        usage = (ctypes.c_uint64 * 64)()  # rusage_info_v0: a UUID, then counters; the resident size is the sixth
+        usage = (ctypes.c_uint64 * 64)()  # rusage_info_v0: a UUID, then counters; the resident size is the seventh
         if ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage)):
             return 0
         return int(usage[2 + 6])

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from threading import Lock
 
-from service.errors import InvalidField
+from service.errors import InvalidField, QueueFull
 from service.request import Constraint
 from service.text.form_frames import HEAD, REQUEST, TOKEN, Reply, Request, Vocabulary
 from service.text.tokens import TextCodec
@@ -32,6 +32,7 @@ from service.text.tokens import TextCodec
 MAX_KEPT = 32  # compiled forms, each a process that waits; agents send the same ones again and again
 COMPILE_PLACES = max(2, min(8, (os.cpu_count() or 1) // 2))
 OWNER_PLACES = COMPILE_PLACES // 2
+START_SECONDS = 120.0  # by the clock, for the root to read the vocabulary
 PATIENCE = 10.0  # times its processor time, and as many seconds more, that a process may take by the clock
 
 _LONGEST_MESSAGE = 400  # characters of llguidance's own error
@@ -117,7 +118,10 @@ class Forms:
         self._places_of: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def open(self, owner: str, constraint: Constraint) -> FormRow:
-        """A row that follows the form from its beginning. InvalidField says why the form cannot be had."""
+        """A row that follows the form from its beginning.
+
+        InvalidField says why the form cannot be had; QueueFull: the system has no room for a process.
+        """
         for last in (False, True):
             form = self._kept.get((owner, constraint)) or await self._compile_in_turn(owner, constraint)
             self._kept.move_to_end((owner, constraint))
@@ -220,19 +224,28 @@ class _Process:
         self._children = itertools.count(1)
 
     async def fork(self) -> _Process:
-        """A child that has begun. Raises Gone if this process has ended, or the system has no room for another."""
-        ours, theirs = socket.socketpair()
+        """A child that has begun. Raises Gone if this process has ended, QueueFull if there is no room for another."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise _no_room() from error
         child = _Process(ours, self, next(self._children))
         try:
             with theirs:
                 socket.send_fds(self.end, [REQUEST.pack(Request.FORK, child._number)], [theirs.fileno()])
-            await child.receive()
+            kind, _ = await child.receive()
+        except BlockingIOError as error:  # more forks are asked for already than the socket holds
+            child.close()
+            raise _no_room() from error
         except OSError as error:
             child.close()
             raise Gone("has ended") from error
         except BaseException:
             child.kill()
             raise
+        if kind is Reply.NO_ROOM:
+            child.close()
+            raise _no_room()
         return child
 
     def kill(self) -> None:
@@ -292,13 +305,14 @@ class _Root(_Process):
                 start_new_session=True,  # signals to the server's group are the server's
             )
         try:
+            ours.settimeout(START_SECONDS)  # whoever closes the server must not wait for ever
             payload = pickle.dumps(vocabulary)
             ours.sendall(HEAD.pack(0, len(payload)) + payload)
             if not ours.recv(HEAD.size):
                 raise Gone("the process that compiles forms does not begin")
         except BaseException:
-            ours.close()
             _end(self._process)
+            ours.close()
             raise
         super().__init__(ours)
         weakref.finalize(self, _end, self._process)
@@ -309,8 +323,8 @@ class _Root(_Process):
 
     def kill_all(self) -> None:
         """Ends it with all its descendants."""
+        _end(self._process)  # first: at the socket's end it would go alone, and its group could not be named any more
         self.close()
-        _end(self._process)
 
 
 def _end(root: subprocess.Popen[bytes]) -> None:
@@ -318,6 +332,13 @@ def _end(root: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(root.pid, signal.SIGKILL)
         root.wait()
+
+
+def _no_room() -> QueueFull:
+    return QueueFull(
+        "the system has no room for another process, and a form needs one",
+        hint="try again when other calls have ended, or without a constraint",
+    )
 
 
 def _vocabulary(codec: TextCodec, limits: FormLimits) -> Vocabulary:

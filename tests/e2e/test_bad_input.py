@@ -363,15 +363,6 @@ unary(
     "labels['-']",
     kinds="BadRequest",
 )
-generate_row(
-    "recompute over the bound",
-    "FAILED_PRECONDITION",
-    "RECOMPUTE_LIMIT",
-    kinds="PreconditionFailure",
-    parent=f"snapshots/{CHILD}-cut",
-    input=None,
-    max_recompute_tokens=0,
-)
 
 # -- fork, rollback -------------------------------------------------------------------------------------------------
 
@@ -532,14 +523,8 @@ def target(server_for: Callable[[str], LiveServer]) -> Iterator[LiveServer]:
             input=chat(("user", "A question")), options=pb.SnapshotOptions(snapshot_id=OPEN_TURN)
         )
     )
-    # The boundary at 256 was only passed: next-token scores are not kept there, so to generate costs a prefill.
-    server.inference.Rollback(
-        inference_pb.RollbackRequest(
-            source=f"snapshots/{CHILD}", token_count=256, options=pb.SnapshotOptions(snapshot_id=f"{CHILD}-cut")
-        )
-    )
     yield server
-    for name in (ROOT, CHILD, OPEN_TURN, f"{CHILD}-cut"):
+    for name in (ROOT, CHILD, OPEN_TURN):
         server.snapshots.DeleteSnapshot(snapshot_pb.DeleteSnapshotRequest(name=f"snapshots/{name}"))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +101,24 @@ def test_work_that_was_given_up_while_it_waited_does_not_begin() -> None:
         await asyncio.wait(calls)
         assert await threads.run("owner", lambda: 7) == 7
         assert not second.begun.is_set()
+
+    run(story)
+
+
+def test_a_call_that_leaves_the_line_takes_its_work_along() -> None:
+    async def story(threads: TextThreads) -> None:
+        first, second = Work(), Work()
+        calls = [asyncio.ensure_future(threads.run("owner", work)) for work in (first, second)]
+        await until(first.begun.is_set)
+        left = weakref.ref(second)
+        del second
+        calls[1].cancel()
+        await asyncio.wait([calls.pop()])
+        gc.collect()
+        assert left() is None, "what a caller sent is kept, though nobody waits for it"
+        first.step.set()
+        calls[0].cancel()
+        await asyncio.wait(calls)
 
     run(story)
 

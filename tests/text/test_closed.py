@@ -12,6 +12,7 @@ from service.text.closed import close_objects
 
 A, B, C = ({name: {"type": "integer"}} for name in "abc")
 POINT = {"properties": A, "required": ["a"]}
+SHUT = {"additionalProperties": False}
 REFERRED = {"$ref": "#/$defs/p"}
 MIX = {"a": 1, "b": "x", "c": 3}  # of two alternatives; but for the closed objects the second would take it
 
@@ -35,6 +36,7 @@ def takes(schema: dict[str, Any], value: object) -> bool:
         ({"properties": A, "anyOf": [{"properties": B, "required": ["b"]}, {"properties": C}]}, {"a": 1, "b": 2}, MIX),
         ({"properties": A, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"a": 1}, {"a": 1, "z": 2}),
         ({"properties": A, "patternProperties": {"^x": {}}}, {"a": 1, "xy": 2}, {"y": 2}),
+        ({"allOf": [{**SHUT, "properties": A}, {"properties": B}]}, {"a": 1}, {"a": 1, "b": 2}),  # by its own word
     ],
 )  # fmt: skip
 def test_an_object_that_names_its_properties_has_no_others(schema: dict[str, Any], fits: object, does_not: object):
