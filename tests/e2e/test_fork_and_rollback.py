@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from kvfork.v1 import server_service_pb2 as server_pb
 from kvfork_client import (
     Client,
     FinishReason,
@@ -248,3 +249,13 @@ def test_a_branch_like_an_earlier_one_counts_as_restored(llama: LiveServer) -> N
     assert (again.prompt_tokens, again.recomputed_tokens) == (90, 0)
     assert again.cached_tokens + again.new_tokens == 90
     assert 20 <= again.new_tokens < 50  # of the first branch a part at least was there
+
+
+def test_a_plain_fork_of_an_evicted_parent_computes_it_once_and_says_so(llama: LiveServer) -> None:
+    with llama.client() as client:
+        parent = client.create_snapshot(tokens(prompt_of(300, 74)))
+        llama.server.TrimCache(server_pb.TrimCacheRequest(memory_bytes=0, disk_bytes=0))
+        first, again = parent.fork(2)[0], parent.fork(1)[0]
+        assert first.usage is not None and again.usage is not None
+        assert receipt(first.usage) == (0, 300, 0) and first.usage.miss_reason is MissReason.EVICTED
+        assert receipt(again.usage) == (300, 0, 0)
