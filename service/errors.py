@@ -97,7 +97,7 @@ class ModelChanged(CallError):
 
 
 class EngineDown(CallError):
-    """The model thread is dead or stuck: UNAVAILABLE for new calls."""
+    """The model thread is dead or stuck, or a form's processes cannot be begun: UNAVAILABLE for new calls."""
 
     reason = "ENGINE_DOWN"
 

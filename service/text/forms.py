@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from threading import Lock
 
-from service.errors import InvalidField, QueueFull
+from service.errors import EngineDown, InvalidField, QueueFull
 from service.request import Constraint
 from service.text.form_frames import HEAD, REQUEST, TOKEN, Reply, Request, Vocabulary
 from service.text.tokens import TextCodec
@@ -32,7 +32,7 @@ from service.text.tokens import TextCodec
 MAX_KEPT = 32  # compiled forms, each a process that waits; agents send the same ones again and again
 COMPILE_PLACES = max(2, min(8, (os.cpu_count() or 1) // 2))
 OWNER_PLACES = COMPILE_PLACES // 2
-START_SECONDS = 120.0  # by the clock, for the root to read the vocabulary
+START_SECONDS = 120.0  # by the clock, for the root to read the vocabulary, and for a child to begin
 PATIENCE = 10.0  # times its processor time, and as many seconds more, that a process may take by the clock
 
 _LONGEST_MESSAGE = 400  # characters of llguidance's own error
@@ -120,7 +120,8 @@ class Forms:
     async def open(self, owner: str, constraint: Constraint) -> FormRow:
         """A row that follows the form from its beginning.
 
-        InvalidField says why the form cannot be had; QueueFull: the system has no room for a process.
+        InvalidField says why the form cannot be had; QueueFull: the system has no room for a process; EngineDown:
+        the processes do not begin, or were ended from outside, which is no fault of the form's.
         """
         for last in (False, True):
             form = self._kept.get((owner, constraint)) or await self._compile_in_turn(owner, constraint)
@@ -129,8 +130,9 @@ class Forms:
                 row = await form.fork()
             except Gone:  # somebody has ended the form's process since it was compiled
                 self._forget((owner, constraint))
+                form.kill()
                 if last:
-                    raise
+                    raise _no_process() from None
                 continue
             return FormRow(row.end, self._patience(self.limits.mask_seconds))
         raise AssertionError
@@ -183,18 +185,16 @@ class Forms:
         return f"is nested too deeply to compile, or takes more than {self.limits.form_bytes >> 20} MiB"
 
     async def _new_form(self) -> _Process:
-        """A form's process, with nothing compiled. Raises Gone if there can be none."""
-        root = self._root
-        for last in (False, True):
-            if root is None or not root.alive:
-                root = await asyncio.to_thread(self._start)
-            try:
+        """A form's process, with nothing compiled. Raises EngineDown or QueueFull if there can be none."""
+        for _ in range(2):
+            root = self._root
+            with contextlib.suppress(Gone):
+                if root is None or not root.alive:
+                    root = await asyncio.to_thread(self._start)
                 return await root.fork()
-            except Gone:
+            if root is not None:
                 root.kill_all()
-                if last:
-                    raise
-        raise AssertionError
+        raise _no_process()
 
     def _start(self) -> _Root:
         with self._starting:
@@ -224,7 +224,7 @@ class _Process:
         self._children = itertools.count(1)
 
     async def fork(self) -> _Process:
-        """A child that has begun. Raises Gone if this process has ended, QueueFull if there is no room for another."""
+        """A child that has begun. Raises Gone if this process has ended or hangs, QueueFull if there is no room."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -233,7 +233,11 @@ class _Process:
         try:
             with theirs:
                 socket.send_fds(self.end, [REQUEST.pack(Request.FORK, child._number)], [theirs.fileno()])
-            kind, _ = await child.receive()
+            async with asyncio.timeout(START_SECONDS):
+                kind, _ = await child.receive()
+        except TimeoutError as error:
+            child.kill()
+            raise Gone("hangs") from error
         except BlockingIOError as error:  # more forks are asked for already than the socket holds
             child.close()
             raise _no_room() from error
@@ -284,9 +288,33 @@ class _Process:
 
 
 class _Root(_Process):
-    """The process that has read the vocabulary. Blocks while it begins, some seconds for a large one."""
+    """The process that has read the vocabulary. Blocks while it begins, some seconds for a large one.
+
+    Raises Gone if it does not begin, QueueFull if there is no room for it.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        try:
+            ours, self._process = self._begun()
+        except OSError as error:
+            raise _no_room() from error
+        try:
+            ours.settimeout(START_SECONDS)  # whoever closes the server must not wait for ever
+            payload = pickle.dumps(vocabulary)
+            ours.sendall(HEAD.pack(0, len(payload)) + payload)
+            if not ours.recv(HEAD.size):
+                raise Gone("does not begin")
+        except BaseException as error:
+            _end(self._process)
+            ours.close()
+            if isinstance(error, OSError):
+                raise Gone("does not begin") from error
+            raise
+        super().__init__(ours)
+        weakref.finalize(self, _end, self._process)
+
+    @staticmethod
+    def _begun() -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair()
         with theirs:
             # The same modules as here, whatever lies in the working folder, and nothing else of the environment.
@@ -295,7 +323,7 @@ class _Root(_Process):
                 "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
                 "TOKENIZERS_PARALLELISM": "false",  # threads would not survive a fork
             }
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -304,18 +332,7 @@ class _Root(_Process):
                 env=environment,
                 start_new_session=True,  # signals to the server's group are the server's
             )
-        try:
-            ours.settimeout(START_SECONDS)  # whoever closes the server must not wait for ever
-            payload = pickle.dumps(vocabulary)
-            ours.sendall(HEAD.pack(0, len(payload)) + payload)
-            if not ours.recv(HEAD.size):
-                raise Gone("the process that compiles forms does not begin")
-        except BaseException:
-            _end(self._process)
-            ours.close()
-            raise
-        super().__init__(ours)
-        weakref.finalize(self, _end, self._process)
+        return ours, process
 
     @property
     def alive(self) -> bool:
@@ -332,6 +349,10 @@ def _end(root: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(root.pid, signal.SIGKILL)
         root.wait()
+
+
+def _no_process() -> EngineDown:
+    return EngineDown("no process can be begun that compiles the form", hint="try again", retry_after=2.0)
 
 
 def _no_room() -> QueueFull:
@@ -357,10 +378,12 @@ def _vocabulary(codec: TextCodec, limits: FormLimits) -> Vocabulary:
 
 
 def one_line(message: str) -> str:
-    """llguidance's words, without the grammar that it may show behind them."""
+    """llguidance's words, without the grammar or the addresses of its code that it may show behind them."""
     if message.startswith("NoExtension"):
         return NOTHING_FITS
-    return " ".join(message.partition("<non-verbose")[0].split())[:_LONGEST_MESSAGE]
+    for behind in ("<non-verbose", "<backtrace>"):
+        message = message.partition(behind)[0]
+    return " ".join(message.split())[:_LONGEST_MESSAGE]
 
 
 NOTHING_FITS = "no token fits the form any more"

@@ -47,6 +47,35 @@ def test_an_object_that_names_its_properties_has_no_others(schema: dict[str, Any
 @pytest.mark.parametrize(
     ("schema", "fits"),
     [
+        ({"properties": A, "required": ["a", "b"]}, {"a": 1, "b": 2}),
+        ({"properties": A, "allOf": [{"required": ["b"]}]}, {"a": 1, "b": 2}),
+        ({"properties": A, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, {"b": 1, "a": 2}),
+        ({"properties": A, "const": {"a": 1, "z": 2}}, {"a": 1, "z": 2}),
+        ({"properties": A, "enum": [{"a": 1}, {"z": 2}]}, {"z": 2}),
+        ({"allOf": [{"properties": A}, {"patternProperties": {"^x": {"type": "integer"}}}]}, {"a": 1, "x1": 2}),
+        ({"allOf": [{"properties": A}, {"patternProperties": {"^x": {}}, "required": ["x1"]}]}, {"a": 1, "x1": 2}),
+        ({"allOf": [{"$ref": "#/$defs/0/p"}, {"properties": B}], "$defs": [{"p": POINT}]}, {"a": 1, "b": 2}),
+        ({"allOf": [{"$ref": "#p"}, {"properties": B}], "$defs": {"p": {"$anchor": "p", **POINT}}}, {"a": 1, "b": 2}),
+        ({"allOf": [{"$ref": "p"}, {"properties": B}], "$defs": {"p": {"$id": "p", **POINT}}}, {"a": 1, "b": 2}),
+        (
+            {"$id": "urn:x", "allOf": [{"$ref": "urn:x#/$defs/p"}, {"properties": B}], "$defs": {"p": POINT}},
+            {"a": 1, "b": 2},
+        ),
+        (
+            {"properties": {"next": {"$ref": "#", "required": ["a"]}, **A}, "additionalProperties": False},
+            {"next": {"a": 1, "next": {"a": 2}}},
+        ),
+    ],
+)
+def test_what_fits_without_inventing_a_name_still_fits(schema: dict[str, Any], fits: object):
+    assert jsonschema.Draft202012Validator(schema).is_valid(fits)
+    assert takes(schema, fits)
+    assert not takes(schema, {"a": 1, "invented": 2})
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits"),
+    [
         ({"type": "object"}, {"z": 1}),  # it names none: it says any object
         ({"properties": A, "additionalProperties": True}, {"a": 1, "z": 2}),
         ({"properties": A, "additionalProperties": {"type": "integer"}}, {"a": 1, "z": 2}),

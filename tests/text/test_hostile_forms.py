@@ -7,15 +7,18 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from service.errors import CallError, ConstraintFailed, InvalidField, QueueFull
+from service.errors import CallError, ConstraintFailed, EngineDown, InvalidField, QueueFull
 from service.request import Constraint, Form, Stopping
+from service.text import forms
 from service.text.constraint import Grammars, RowConstraint
 from service.text.form_frames import Reply
 from service.text.formats import detect
@@ -170,6 +173,59 @@ def test_processes_that_are_killed_are_begun_anew(codec: TextCodec, grammars: Gr
     assert grammars._forms._root is not root
 
 
+@pytest.mark.parametrize("dies", ["at once", "behind the vocabulary"])
+def test_a_root_that_dies_while_it_begins_is_an_unavailable_server(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: str
+) -> None:
+    reads = "import os" if dies == "at once" else "import os, time; time.sleep(0.3)"
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{reads}; os.kill(os.getpid(), 9)\n")
+    python.chmod(0o700)
+    grammars = made(codec)
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", str(python))
+            with pytest.raises(EngineDown, match="compiles the form"):
+                asyncio.run(opened(grammars, PLAIN))
+        serves(grammars, codec)
+    finally:
+        grammars.close()
+
+
+def test_a_root_that_hangs_is_replaced(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = made(codec)
+    try:
+        asyncio.run(opened(grammars, PLAIN))
+        root = grammars._forms._root
+        assert root is not None
+        os.kill(root._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(forms, "START_SECONDS", 8.0)
+        asyncio.run(opened(grammars, PLAIN, owner="another"))
+        assert grammars._forms._root is not root
+        assert not root.alive
+    finally:
+        grammars.close()
+
+
+def test_no_more_files_is_no_room(codec: TextCodec) -> None:
+    grammars = made(codec)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def play() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(QueueFull):
+                await opened(grammars, PLAIN)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    try:
+        asyncio.run(play())
+        serves(grammars, codec)
+    finally:
+        grammars.close()
+
+
 FULL = """\
 import os
 
@@ -208,6 +264,14 @@ def test_where_the_system_has_no_room_for_a_process_running_rows_go_on(
         assert grammars._forms._root is root
     finally:
         grammars.close()
+
+
+def test_what_the_library_panics_with_shows_no_addresses(grammars: Grammars) -> None:
+    lazy = Constraint(form=Form.LARK, text='start: x y\nx[lazy]: /.*/\ny: "b"')
+    with pytest.raises(InvalidField) as caught:
+        asyncio.run(opened(grammars, lazy))
+    (violation,) = caught.value.fields
+    assert "unknown" not in violation.text
 
 
 def test_another_owners_compiled_form_is_not_found(grammars: Grammars) -> None:
