@@ -77,7 +77,7 @@ class _StateElsewhere:
 def test_the_suite_finds_state_that_no_cache_holds() -> None:
     verdict = judge("olmoe", lambda name: _StateElsewhere(families.build(name)))
     assert verdict.outcome is Outcome.DIFFERS
-    assert verdict.note.startswith("restored at 256: logits off by ")
+    assert verdict.note.startswith("restored at 255: logits off by ")
 
 
 def test_the_suite_tells_a_refusal_with_its_reason() -> None:

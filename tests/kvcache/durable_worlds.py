@@ -90,8 +90,7 @@ class CrashStorage(MemoryStorage):
                 raise Crash
             self.listed = opening
 
-        if self.list_file.read() is None:
-            assert not self.listed
+        if self.list_file.read() is None and not self.listed:
             return Inventory(self.list_file, key, opening, began=began)
         return Inventory.read(self.list_file, key, opening, floor=self.listed, began=began)
 
