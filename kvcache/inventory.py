@@ -84,9 +84,8 @@ class Inventory:
         self._began = began
         self._lock = threading.Lock()
         self._state: dict[str, dict[Key, object]] = {kind: {} for kind in KINDS}
-        self._cipher: AESGCM | None = (
-            None  # None: what is on disk is not this state, and is replaced at the next change
-        )
+        # None: what is on disk is not this state, and is replaced at the next change.
+        self._cipher: AESGCM | None = None
         self._head = b""
         self._written = False  # by this opening, so that `began` was told
         self._entries = 0

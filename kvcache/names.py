@@ -76,9 +76,8 @@ class Durable:
     ring: KeyRing
     instance: str
     opening: int
-    parts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what the fingerprint was made of, for a later start to tell
+    # What the fingerprint was made of, for a later start to tell.
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from kvcache.errors import FormatError, StoreUnusable
 from kvcache.format import SEGMENT_HEADER, RecordHeader, decode_segment_header
 from kvcache.records import Name, NoteId, NoteKind
 from kvcache.scan import Scan, scan_records
-from kvcache.seal import Scratch, Seal, sequence_of
+from kvcache.seal import Fill, Scratch, Seal, sequence_of
 from kvcache.storage import Storage
 from kvcache.store_dir import Identity
 
@@ -199,11 +199,7 @@ def read_other(storage: Storage, seal: Seal, theirs: Identity) -> OtherModel:
     notes: list[tuple[NoteId, bytes, int]] = []
     for name, place in census.records.items():
         if isinstance(name, NoteId):
-
-            def fill(at: int, into: memoryview, found: Found = place) -> None:
-                if storage.read_into(found.segment, found.offset + at, into) < len(into):
-                    raise FormatError("the file ends early")
-
+            fill = _filling(storage, place.segment, place.offset)
             with suppress(FormatError):
                 notes.append((name, bytes(seal.open(name, place.length, fill, scratch)), place.key_id))
     return OtherModel(
@@ -232,17 +228,23 @@ def _newest_whole(storage: Storage, seal: Seal, candidates: list[_Candidate]) ->
     candidates.sort(key=lambda one: one.order, reverse=True)
     scratch = Scratch()
     for worse, candidate in enumerate(candidates):
-
-        def fill(at: int, into: memoryview, found: _Candidate = candidate) -> None:
-            if storage.read_into(found.segment, found.offset + at, into) < len(into):
-                raise FormatError("the file ends early")
-
+        fill = _filling(storage, candidate.segment, candidate.offset)
         try:
             seal.open(candidate.header.record, candidate.header.record_bytes, fill, scratch)
         except FormatError:
             continue
         return candidate, worse
     return candidates[0], 0
+
+
+def _filling(storage: Storage, segment: int, offset: int) -> Fill:
+    """What brings the bytes of the record at `offset`."""
+
+    def fill(at: int, into: memoryview) -> None:
+        if storage.read_into(segment, offset + at, into) < len(into):
+            raise FormatError("the file ends early")
+
+    return fill
 
 
 def _whose(storage: Storage, number: int, ours: Identity) -> bytes | None:

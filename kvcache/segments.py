@@ -309,9 +309,8 @@ class SegmentLog:
         self._listed.discard(number)
         try:
             self._inventory.drop_segments([number])
-        except (
-            OSError
-        ) as error:  # room may be made just because there is none to write; the next change brings it along
+        except OSError as error:
+            # Room may be made just because there is none to write; the next change brings it along.
             log.warning("the list of what the store holds could not be written: %s", error)
 
     def read(self, record: Name, extent: Extent, scratch: Scratch | None = None) -> Buffer:

@@ -155,6 +155,7 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
     an exchange key or a durable store and it cannot be read or opened; CannotStart if metrics or the inspector have no
     address to be at, TracesUnavailable without what makes traces.
     """
+    before = set(threading.enumerate())
     pool = ThreadPoolExecutor(thread_name_prefix="side")
     asyncio.get_running_loop().set_default_executor(pool)
     access = Access(config)
@@ -184,17 +185,16 @@ async def run(config: Config, folder: Path, model_name: str, ready: Callable[[Se
         if durable is not None:
             durable.close()
     pool.shutdown(wait=False, cancel_futures=True)
-    if core.hangs or not await _threads_end(END_SECONDS):
+    if core.hangs or not await _threads_end(before, END_SECONDS):
         # The interpreter would wait for them, or take what they work on from under them.
         os._exit(code)
     return code
 
 
-async def _threads_end(within: float) -> bool:
-    """Whether every thread that the interpreter would wait for has ended, or does so in time."""
+async def _threads_end(before: set[threading.Thread], within: float) -> bool:
+    """Whether every thread since `before` that the interpreter would wait for has ended, or does so in time."""
     until = time.monotonic() + within
-    main = threading.main_thread()
-    while left := [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]:
+    while left := [each.name for each in set(threading.enumerate()) - before if not each.daemon]:
         if time.monotonic() >= until:
             log.warning("the process ends without %s, which still work", ", ".join(left))
             return False

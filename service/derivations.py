@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from kvcache.cache import Lookup, PrefixCache
-from kvcache.media import cut_inside, image_positions
-from kvcache.receipt import MissReason, Usage, lost_to_grid
+from kvcache.media import cut_inside
+from kvcache.receipt import MissReason, Usage
 from kvcache.snapshots import GoneReason, Snapshot, SnapshotLimit
 from kvcache.tree import Node
 from service.errors import InvalidField, NotAnAncestor, RecomputeLimit, RollbackBeyondEnd
@@ -19,6 +19,7 @@ from service.events import Admission, Counted, Created, Forked, PlanView, Rolled
 from service.handles import Handles
 from service.images.intake import CallImages
 from service.naming import Naming
+from service.receipts import fork_usage, mended_cut, untouched
 from service.request import CountTokensCall, CreateSnapshotCall, ForkCall, PlanOptions, Release, RollbackCall, Rounding
 from service.resolve import Prompt, check_room, mark_positions, refuse_cut_inside
 from service.runtime import Loaded, Runtime, store_full
@@ -135,7 +136,7 @@ class Derivations:
     async def _run_branches(
         self, loaded: Loaded, parent: Snapshot, prompts: list[Prompt], owner: str, mended: Usage | None
     ) -> tuple[list[Node], Usage]:
-        """A held node for each prompt; branches that add tokens are prefilled side by side."""
+        """A held node for each prompt, one of which adds tokens; those that do are prefilled side by side."""
         cache = loaded.cache
         works = [
             Work(
@@ -175,20 +176,20 @@ class Derivations:
             else:
                 nodes.append(cache.hold(parent.node))
         seen = sum(span.end - span.start for span in parent.images)
-        return nodes, _fork_usage(usages, parent_tokens=parent.token_count, parent_images=seen)
+        return nodes, fork_usage(usages, parent_tokens=parent.token_count, parent_images=seen)
 
-    async def _stand(self, loaded: Loaded, parent: Snapshot, images: CallImages) -> Usage:
-        """Computes a snapshot's own state again where it was lost, once for all that is named on it now.
+    async def _stand(self, loaded: Loaded, parent: Snapshot, images: CallImages, *, limit: int | None = None) -> Usage:
+        """What a call names, stands: a snapshot whose state was lost has it computed again, before it gets more names.
 
-        Raises StoreFull if it cannot be kept.
+        Raises StoreFull if that cannot be kept, RecomputeLimit beyond `limit` tokens.
         """
         cache = loaded.cache
         if cache.stands(parent.node):
-            return _untouched(cache, parent.node)
+            return untouched(cache, parent.node)
         with ExitStack() as held:
-            mended = await self._rt.mend(parent, images, held)
+            mended = await self._rt.mend(parent, images, held, limit=limit)
             if mended is not None and cache.stands(parent.node):
-                return _mended(mended, parent)
+                return mended_cut(mended, parent)
             tokens = parent.node.all_tokens()
             work = Work(
                 owner=parent.owner,
@@ -198,12 +199,12 @@ class Derivations:
                 keep=frozenset({parent.token_count}),
                 generation=None,
                 mended=mended,
+                max_recompute_tokens=limit,
             )
             (event,), usage = await self._rt.run(work, None)
-            lost = event.lost
             self._rt.rehome(parent, event)
-            if lost:
-                raise store_full(lost)
+            if event.lost:
+                raise store_full(event.lost)
             return usage
 
     async def rollback(self, call: RollbackCall, owner: str) -> RolledBack:
@@ -229,11 +230,17 @@ class Derivations:
                 position = node.end
             if node is None:
                 images = self._rt.images(loaded, owner, stack)
-                base = cache.hold(ancestor.node) if ancestor is not None else cache.hold_base(source.node, position)
-                stack.callback(cache.let_go, base)
-                node, usage = await self._recompute(call, source, position, base, owner, cache, images)
+                there = source if position == source.token_count else ancestor
+                if there is not None and not cache.stands(there.node):
+                    usage = await self._stand(loaded, there, images, limit=call.max_recompute_tokens)
+                    if cache.ready(there.node):
+                        node = cache.hold(there.node)
+                if node is None:
+                    base = _held_base(cache, source.node if there is None else there.node, position)
+                    stack.callback(cache.let_go, base)
+                    node, usage = await self._recompute(call, source, position, base, owner, cache, images)
             else:
-                usage = _untouched(cache, node)
+                usage = untouched(cache, node)
             names = stack.enter_context(Naming(loaded, handles, owner, source))
             snapshot = await names.add(node, call.options)
             released = self._let_go_of(call.release, source, position, snapshot, handles, cache)
@@ -279,10 +286,7 @@ class Derivations:
         cache: PrefixCache,
         images: CallImages,
     ) -> tuple[Node, Usage]:
-        """Computes the state at `position` behind `base`: the deepest stored place, or the ancestor that was named."""
-        limit = call.max_recompute_tokens
-        if limit is not None and position - base.end > limit:
-            raise RecomputeLimit.over(position - base.end, limit, base.end)
+        """Computes the state at `position` behind `base`, and what of `base` is not stored by the cuts that made it."""
         tokens = source.node.all_tokens()[:position]
         work = Work(
             owner=owner,
@@ -293,7 +297,7 @@ class Derivations:
             generation=None,
             known_tokens=position,
             known_reason=cache.why_recomputed(source.node, position),
-            max_recompute_tokens=limit,  # what the base itself lacks is known once its turn has come
+            max_recompute_tokens=call.max_recompute_tokens,
         )
         events, usage = await self._rt.run(work, None)
         (event,) = events
@@ -377,6 +381,19 @@ class Derivations:
         )
 
 
+def _held_base(cache: PrefixCache, node: Node, position: int) -> Node:
+    """Where a run to `position` of `node`'s tokens goes on from: the deepest of its own places that is stored.
+
+    If its blocks go further, the last of them: how they were cut decides the last bits. Held.
+    """
+    base = cache.hold_base(node, position)
+    own = node if node.end == position else node.ancestor_at(position)
+    if own.end <= base.end:
+        return base
+    cache.let_go(base)
+    return cache.hold(own)
+
+
 def _nearest_ready(cache: PrefixCache, source: Snapshot, position: int) -> Node | None:
     """The deepest place at or before `position` to go on from without compute, and that cuts no image. Held."""
     while position := cache.checkpoints_before(source.node, position):
@@ -391,59 +408,3 @@ def _nearest_ready(cache: PrefixCache, source: Snapshot, position: int) -> Node 
             cache.let_go(node)
         position -= 1
     return None
-
-
-def _untouched(cache: PrefixCache, node: Node) -> Usage:
-    """The receipt of a call that moved a name and no tensor: the state that stands there, and nothing read."""
-    _, disk = cache.stored_tokens(node)
-    return Usage(
-        prompt_tokens=node.end,
-        cached_tokens=node.end,
-        image_tokens=image_positions(node.all_tokens()),
-        memory_tokens=node.end - disk,
-        disk_tokens=disk,
-    )
-
-
-def _mended(mended: Usage, parent: Snapshot) -> Usage:
-    """The receipt of a cut that stands again since the block it was cut from was computed again."""
-    end, cached = parent.token_count, min(parent.token_count, mended.cached_tokens)
-    disk = min(cached, mended.disk_tokens)
-    return replace(
-        mended,
-        prompt_tokens=end,
-        cached_tokens=cached,
-        recomputed_tokens=end - cached,
-        new_tokens=0,
-        image_tokens=image_positions(parent.node.all_tokens()),
-        memory_tokens=cached - disk,
-        disk_tokens=disk,
-        grid_tokens=lost_to_grid(cached, end, kept=end),
-        diverged_at=None,
-    )
-
-
-def _fork_usage(usages: list[Usage], *, parent_tokens: int, parent_images: int) -> Usage:
-    """Over all branches that added tokens, at least one; the parent, with so many image positions, counts once.
-
-    A branch like an earlier one is restored beyond its parent: then more is cached than the parent has.
-    """
-    dearest = max(usages, key=lambda u: u.recomputed_tokens)
-    prompt = parent_tokens + sum(u.prompt_tokens - parent_tokens for u in usages)
-    new = sum(u.new_tokens for u in usages)
-    cached = prompt - dearest.recomputed_tokens - new
-    # Each tells of the parent, which may change its tier in between: the branch counts that read most of it from disk.
-    of_parent = [min(u.disk_tokens, parent_tokens) for u in usages]
-    beyond = sum(u.disk_tokens - part for u, part in zip(usages, of_parent, strict=True))
-    disk = min(cached, max(of_parent) + beyond)
-    return replace(
-        dearest,
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        new_tokens=new,
-        image_tokens=parent_images + sum(u.image_tokens - parent_images for u in usages),
-        memory_tokens=cached - disk,
-        disk_tokens=disk,
-        disk_bytes_read=sum(u.disk_bytes_read for u in usages),
-        diverged_at=parent_tokens,
-    )

@@ -253,7 +253,9 @@ class Sequence:
             disk_bytes += mended.disk_bytes_read
         recomputed = known - position
         base = self.work.base
-        grid = lost_to_grid(position, known, kept=base.end if base is not None else 0)
+        # A cut never had logits: its last token is the price of where it was made.
+        kept = base.end if base is not None and not is_trimmed(base.schedule) else 0
+        grid = lost_to_grid(position, known, kept=kept)
         return Usage(
             prompt_tokens=done,
             cached_tokens=position,

@@ -235,3 +235,67 @@ def test_whatever_is_done_a_handle_says_what_it_said_or_its_receipt_tells_why(
 ) -> None:
     world = play(model, seed, 50, tmp_path / "s")
     assert world.again > 10, "it asked too little twice to show anything"
+
+
+def forked(server: LiveServer, parent: str, durability: int = 0) -> inference_pb.ForkResponse:
+    """Two plain copies."""
+    branch = inference_pb.ForkBranch(options=pb.SnapshotOptions(durability=durability))
+    return server.inference.Fork(inference_pb.ForkRequest(parent=parent, branches=[branch, branch]))
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma3", "tiny-qwen3_5"])
+def test_a_copy_of_what_was_evicted_stands_as_it_was_and_the_receipt_says_what_that_cost(
+    model: str, tmp_path: Path
+) -> None:
+    with LiveServer(model, "--store-dir", str(tmp_path / "s")) as server:
+        made = server.inference.CreateSnapshot(inference_pb.CreateSnapshotRequest(input=raw(prompt_of(700, 57))))
+        handles = {made.snapshot.name: 700}
+        if model == "tiny-llama":  # in its block, of which the whole has to be computed again
+            handles[rolled_back(server, made.snapshot.name, 400).snapshot.name] = 400
+        for handle, count in handles.items():
+            first, _ = ask(server, handle)
+            for durability in (pb.DURABILITY_MEMORY, pb.DURABILITY_DISK):
+                server.server.TrimCache(server_pb.TrimCacheRequest(memory_bytes=0, disk_bytes=0))
+                reply = forked(server, handle, durability)
+                usage = reply.usage
+                assert (usage.prompt_tokens, usage.cached_tokens, usage.recomputed_tokens) == (count, 0, count)
+                assert usage.miss_reason == pb.MISS_REASON_EVICTED and not usage.state_remade
+                for child in reply.snapshots:
+                    assert child.residency != pb.RESIDENCY_TOKENS
+                    assert child.durable == (durability == pb.DURABILITY_DISK)
+                again = forked(server, handle).usage
+                assert (again.prompt_tokens, again.cached_tokens, again.miss_reason) == (count, count, 0)
+                for name in (handle, reply.snapshots[0].name):
+                    assert ask(server, name)[0] == first
+
+
+def test_a_rollback_of_what_was_evicted_makes_the_cuts_that_made_it(llama: LiveServer, hybrid: LiveServer) -> None:
+    for each, places in ((llama, (512, 700)), (hybrid, (512, 600, 700))):
+        marks = [pb.Mark(token_count=place) for place in (181, 282)]
+        made = each.inference.CreateSnapshot(
+            inference_pb.CreateSnapshotRequest(input=raw(prompt_of(700, 58)), marks=marks)
+        ).snapshot.name
+        for place in places:
+            first, _ = ask(each, rolled_back(each, made, place, most=None).snapshot.name)
+            each.server.TrimCache(server_pb.TrimCacheRequest(memory_bytes=0, disk_bytes=0))
+            request = inference_pb.RollbackRequest(source=made, token_count=place, max_recompute_tokens=place - 1)
+            refusal = refused(lambda call=each.inference.Rollback, request=request: call(request))
+            assert (refusal.reason, refusal.metadata["needed"]) == ("RECOMPUTE_LIMIT", str(place))
+            assert refusal.metadata["nearestCheckpoint"] == "0"
+            back = rolled_back(each, made, place, most=place)
+            assert (back.usage.cached_tokens, back.usage.recomputed_tokens) == (0, place)
+            assert back.usage.miss_reason == pb.MISS_REASON_EVICTED and not back.usage.state_remade
+            assert ask(each, back.snapshot.name)[0] == first
+
+
+def test_a_cut_that_was_evicted_is_copied_as_it_was_by_a_rollback_too(llama: LiveServer) -> None:
+    source = grown(llama, 700, 4, seed=59)
+    handle = rolled_back(llama, source, 400).snapshot.name
+    first, usage = ask(llama, handle)
+    assert (usage.recomputed_tokens, usage.grid_tokens) == (1, 1)
+    assert usage.miss_reason == pb.MISS_REASON_BETWEEN_CHECKPOINTS
+    for target in ({"token_count": 400}, {"ancestor": handle}):
+        llama.server.TrimCache(server_pb.TrimCacheRequest(memory_bytes=0, disk_bytes=0))
+        back = llama.inference.Rollback(inference_pb.RollbackRequest(source=handle, **target))
+        assert (back.usage.prompt_tokens, back.usage.recomputed_tokens) == (400, 400) and not back.usage.state_remade
+        assert ask(llama, back.snapshot.name)[0] == first and ask(llama, handle)[0] == first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from kvcache.receipt import Usage
-from service.derivations import _fork_usage
+from service.receipts import fork_usage
 
 PARENT = 1024
 
@@ -25,7 +25,7 @@ def branch(*, appended: int = 16, recomputed: int = 0, beyond: int = 0, disk: in
 
 
 def total(*branches: Usage) -> tuple[int, int, int, int, int]:
-    usage = _fork_usage(list(branches), parent_tokens=PARENT, parent_images=0)
+    usage = fork_usage(list(branches), parent_tokens=PARENT, parent_images=0)
     assert usage.memory_tokens + usage.disk_tokens == usage.cached_tokens
     return usage.prompt_tokens, usage.cached_tokens, usage.recomputed_tokens, usage.new_tokens, usage.disk_tokens
 
