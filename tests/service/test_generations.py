@@ -125,6 +125,7 @@ def test_whenever_a_caller_leaves_it_has_heard_of_every_name_that_stays(
     async def story() -> None:
         core = Core(config, "tiny-llama", loader(config, resolve("tiny-llama"), "tiny-llama"))
         await core.start()
+        core.load()
         try:
             while core.models()[0].state is not ModelState.READY:  # noqa: ASYNC110  as a client sees it
                 await asyncio.sleep(0.01)
