@@ -28,6 +28,7 @@ REFERENCES = (12, 200)  # lengths of greedy text that scenarios are compared wit
 FLAGS = (
     *("--write-stall-seconds", f"{STALL_SECONDS:g}"),
     *("--max-request-bytes", str(8 * 2**20)),
+    *("--max-text-bytes", str(8 * 2**20)),
     *("--drain-seconds", "1"),
 )
 
