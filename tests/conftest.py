@@ -9,8 +9,10 @@ A shell that starts the suite in the background has it ignore Ctrl-C, and so wou
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,3 +34,13 @@ def what_is_old_is_not_walked_through() -> None:
     took eight times as long as alone. What lives when a module begins is left out from then on."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def levels_stay_as_they_were() -> Iterator[None]:
+    """A test that runs `kvfork serve` in this process sets its log levels."""
+    ours = [logging.getLogger(name) for name in ("kvfork", "kvcache", "service")]
+    before = [logger.level for logger in ours]
+    yield
+    for logger, level in zip(ours, before, strict=True):
+        logger.setLevel(level)
