@@ -39,7 +39,7 @@ def what_is_old_is_not_walked_through() -> None:
 @pytest.fixture(autouse=True)
 def levels_stay_as_they_were() -> Iterator[None]:
     """A test that runs `kvfork serve` in this process sets its log levels."""
-    ours = [logging.getLogger(name) for name in ("kvfork", "kvcache", "service")]
+    ours = [logging.getLogger(name) for name in ("", "kvfork", "kvcache", "service")]
     before = [logger.level for logger in ours]
     yield
     for logger, level in zip(ours, before, strict=True):
