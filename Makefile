@@ -52,7 +52,7 @@ chat: setup ## Talk to a running server
 test: setup ## Run the test suite (about 11 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not full" $(ARGS)
 
-test-slow: setup ## Run the longer tests too: soak, memory, every client
+test-slow: $(VENV)/.bench ## Run the longer tests too: soak, memory, every client
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 soak: setup ## Mixed traffic on tiny models for MINUTES=30, with every invariant checked when idle; prints JSON
