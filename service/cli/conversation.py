@@ -123,7 +123,7 @@ class Conversation:
         try:
             for number, branch in enumerate(branches):
                 replies.append(self._start(branch, last.user, last.images, self._another(number)))
-        except BaseException:
+        except BaseException:  # Ctrl-C too must leave none of them running; it is raised on
             for reply in replies:
                 reply.generation.cancel()
             raise
