@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,10 +44,22 @@ def call(snapshot_id: str, *, min_tokens_per_delta: int) -> GenerateCall:
     )
 
 
+@asynccontextmanager
+async def ready_core(folder: Path) -> AsyncIterator[Core]:
+    config = Config(scratch_dir=folder, memory_bytes=64 << 20, disk_bytes=64 << 20)
+    core = Core(config, "tiny-llama", loader(config, resolve("tiny-llama"), "tiny-llama"))
+    await core.start()
+    core.load()
+    try:
+        while core.models()[0].state is not ModelState.READY:  # noqa: ASYNC110  as a client sees it
+            await asyncio.sleep(0.01)
+        yield core
+    finally:
+        await core.close()
+
+
 @pytest.mark.parametrize("pieces", [1, 7, 1000])
 def test_whenever_a_caller_leaves_the_state_that_it_asked_for_gets_its_name(tmp_path: Path, pieces: int) -> None:
-    config = Config(scratch_dir=tmp_path, memory_bytes=64 << 20, disk_bytes=64 << 20)
-
     async def left_behind(core: Core, number: int) -> bool:
         """Leaves after so many events, with all of the rest waiting to be read; False: there were not as many."""
         events = core.generate(call(f"left-{number}", min_tokens_per_delta=pieces), "a")
@@ -60,18 +74,11 @@ def test_whenever_a_caller_leaves_the_state_that_it_asked_for_gets_its_name(tmp_
         return True
 
     async def story() -> None:
-        core = Core(config, "tiny-llama", loader(config, resolve("tiny-llama"), "tiny-llama"))
-        await core.start()
-        core.load()
-        try:
-            while core.models()[0].state is not ModelState.READY:  # noqa: ASYNC110  as a client sees it
-                await asyncio.sleep(0.01)
+        async with ready_core(tmp_path) as core:
             number = 1
             while await left_behind(core, number):
                 number += 1
             assert number > 2
-        finally:
-            await core.close()
 
     asyncio.run(story())
 
@@ -94,8 +101,6 @@ def marking(*, save: bool, chosen: bool) -> GenerateCall:
 def test_whenever_a_caller_leaves_it_has_heard_of_every_name_that_stays(
     tmp_path: Path, behind: bool, chosen: bool
 ) -> None:
-    config = Config(scratch_dir=tmp_path, memory_bytes=64 << 20, disk_bytes=64 << 20)
-
     def listed(core: Core) -> list[str]:
         snapshots = core.list_snapshots("a", after=None, limit=100, labels={}, parent="")
         return sorted({snapshot.name for snapshot in snapshots} - {"snapshots/the-parent"})
@@ -123,12 +128,7 @@ def test_whenever_a_caller_leaves_it_has_heard_of_every_name_that_stays(
         return True
 
     async def story() -> None:
-        core = Core(config, "tiny-llama", loader(config, resolve("tiny-llama"), "tiny-llama"))
-        await core.start()
-        core.load()
-        try:
-            while core.models()[0].state is not ModelState.READY:  # noqa: ASYNC110  as a client sees it
-                await asyncio.sleep(0.01)
+        async with ready_core(tmp_path) as core:
             parent = call("", min_tokens_per_delta=1).input
             kept = SaveOptions(snapshot_id="the-parent")
             await core.create_snapshot(CreateSnapshotCall(input=parent, options=kept), "a")
@@ -136,7 +136,5 @@ def test_whenever_a_caller_leaves_it_has_heard_of_every_name_that_stays(
             while await left_behind(core, number):
                 number += 1
             assert number > len(PLACES) + 2
-        finally:
-            await core.close()
 
     asyncio.run(story())
