@@ -49,7 +49,7 @@ serve: setup ## Serve a model on 127.0.0.1:50051 (MODEL=..., ARGS="--max-batch 4
 chat: setup ## Talk to a running server
 	$(BIN)/kvfork chat $(ARGS)
 
-test: setup ## Run the test suite (about 11 minutes on 2 cores)
+test: setup ## Run the test suite (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not full" $(ARGS)
 
 test-slow: $(VENV)/.bench ## Run the longer tests too: soak, memory, every client
